@@ -132,9 +132,12 @@ def _names_type(config: dict[str, object]) -> bool:
 def _open_weights(folder: Path) -> OpenModel | None:
     from holdfast.loading.model_files import open_directory
 
+    """Open the headers of a folder's weights; None if they are not there, or the settings alone can be declared."""
     try:
         return open_directory(folder)
-    except (ModelError, OSError):
+    except (ModelError, OSError) as error:
+        if getattr(error, "code", "").startswith("weights.packed"):
+            raise
         return None
 
 
@@ -149,6 +152,7 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
     declared, source = declare_decoder(opened.spec, name), opened.source
     tensors: dict[str, list[str]] = {}
     if isinstance(source, PackedSource):
+        plan_load(opened.parameters, source, opened.spec.checkpoint_dtype)  # refuses what loading would
         return replace(declared, on_disk=source.on_disk, notes=(*declared.notes, *source.notes))
     if isinstance(source, QuantizedSource):  # every weight has its final scheme
         plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)

@@ -12,7 +12,7 @@ from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
-from holdfast.loading.packed.matrices import refuse_undeclared
+from holdfast.loading.packed.matrices import has_codes, refuse_undeclared
 from holdfast.loading.packed.settings import PackedSettings, read_packed, read_side_settings
 from holdfast.loading.packed.source import expand_packed
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
@@ -133,6 +133,8 @@ def open_directory(folder: Path) -> OpenModel:
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
     if stored is not None:
         stored = stored.used_by(source.entries)
+    if packed is not None and _is_leftover(packed, source):
+        packed = None
     if packed is not None:
         expanded = expand_packed(source, packed, parameters(spec))
         refuse_other_queries(spec, expanded.entries, CONFIG_FILE, "q_lora_rank")
@@ -155,6 +157,12 @@ def _read_storage(folder: Path, config: Settings) -> tuple[StoredSchemes | None,
     quantization = quantization_of(config) if side is None else side
     packed = read_packed(quantization, file)
     return (read_stored_schemes(quantization, file) if packed is None else None), packed
+
+
+def _is_leftover(packed: PackedSettings, source: SafetensorsSource) -> bool:
+    """Return True for settings that describe no weight: of KV pages alone, or in a file left beside plain weights."""
+    is_beside = packed.file != CONFIG_FILE and not has_codes(source.entries, source.unread)
+    return not packed.layouts or is_beside
 
 
 def _log_unread(tensors: frozenset[str], path: Path, purpose: str) -> None:

@@ -209,3 +209,61 @@ def test_identify_source_sees_settings_beside_config(tmp_path: Path) -> None:
     assert before == identify_source(open_directory(folder))
     (folder / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 32, "zero_point": True}))
     assert before != identify_source(open_directory(folder))
+
+
+@for_each(
+    "form, integers, make",
+    [
+        ("pack-quantized", packed_settings.integers, packers.packed_int),
+        ("int-quantized", lambda group, sym: packed_settings.integers(group, 8, sym), packers.int8),
+    ],
+)
+def test_load_zero_points_beside_symmetric_settings_count(form: str, integers, make, tmp_path: Path) -> None:
+    """Whichever group comes first, or if settings say that there are none."""
+    group = 32 if form == "pack-quantized" else -1
+    symmetric, other = integers(group, sym=True), integers(group, sym=False)
+    for name, groups in (("first", (symmetric, other)), ("last", (other, symmetric)), ("alone", (symmetric,))):
+
+        def made(rng: np.random.Generator, num_rows: int, num_columns: int) -> packers.Packed:
+            own = {} if form == "int-quantized" else {"group": group}
+            return make(rng, num_rows, num_columns, **own, sym=num_rows != 128)
+
+        folder = make_packed(tmp_path / form / name, packed_settings.compressed(form, *groups), made)
+        assert_alike(load(open_directory(folder)), load(open_directory(plain_of(folder))))
+
+
+def test_load_old_zero_points_of_zero_are_checked(tmp_path: Path) -> None:
+    """Old files of symmetric codes hold a zero for each scale."""
+    said = packed_settings.compressed("pack-quantized", packed_settings.integers(32))
+    folder = make_packed(
+        tmp_path / "model", said, lambda rng, rows, columns: packers.packed_int(rng, rows, columns, 32)
+    )
+
+    def add_points(value: int) -> None:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if name.endswith(".weight_scale")]:
+                points = torch.full_like(tensors[name], value, dtype=torch.int8)
+                tensors[name.replace("weight_scale", "weight_zero_point")] = points
+
+        rewrite(folder, change)
+
+    add_points(0)
+    assert_alike(load(open_directory(folder)), load(open_directory(plain_of(folder))))
+    add_points(1)
+    with raises_code("weights.packed_values", ModelFormatError):
+        load(open_directory(folder))
+
+
+@for_each(
+    "file, said",
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "quant_method": None}),
+        ("quant_config.json", {"anything": 1}),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}),
+    ],
+)
+def test_open_leftover_settings_beside_plain_weights_are_ignored(file: str, said: dict, tmp_path: Path) -> None:
+    folder = plain_of(make_packed(tmp_path / file / "model", *MODELS["awq"]))
+    (folder / file).write_text(json.dumps(said))
+    open_directory(folder).source.close()
+    assert open_declared(str(folder)).notes == ()

@@ -8,7 +8,7 @@ from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.packed.layout import AWQ, FP8, GPTQ, INT8, MODELOPT_NVFP4, MXFP4, NVFP4, PACKED_INT, PackedLayout
-from holdfast.loading.packed.settings import TABLES, read_packed
+from holdfast.loading.packed.settings import CACHE_NOTE, TABLES, read_packed
 from loading.packed.packed_settings import auto_round, awq, compressed, floats, gptq, integers, modelopt
 
 INT4 = integers()
@@ -101,7 +101,6 @@ def test_read_packed_weights_that_load_unchanged_are_none(config: dict[str, Any]
         (awq(version="llm-awq"), "version", "gemm"),
         (awq(backend="llm-awq"), "backend", "gemm"),
         (awq(bits=8), "bits", "4 bits"),
-        (awq(zero_point=False), "zero_point", "zero points"),
         (gptq(bits=3), "bits", "4 and 8"),
         (gptq(bits=2), "bits", "4 and 8"),
         (gptq(checkpoint_format="gptq_p"), "checkpoint_format", "gptq and gptq_v2"),
@@ -109,6 +108,8 @@ def test_read_packed_weights_that_load_unchanged_are_none(config: dict[str, Any]
         (gptq(checkpoint_format=None, format="gptq_p"), "format", "gptq and gptq_v2"),
         (gptq(dynamic={"+:up": {"bits": 3}}), "dynamic.+:up.bits", "4 and 8"),
         (gptq(rotation="hadamard"), "rotation", "codes mean"),
+        (auto_round("auto_round:auto_gptq", rotation_config={"hadamard_type": "hadamard"}), "rotation_config", "mean"),
+        (gptq(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config", "codes mean"),
         (gptq(pack_dtype="int16"), "pack_dtype", "codes mean"),
         (auto_round("auto_round:exllamav2"), "packing_format", "auto_round:auto_gptq"),
         ({"quant_method": "auto-round", "bits": 4}, "packing_format", "auto_round:auto_gptq"),
@@ -173,3 +174,20 @@ def test_read_packed_names_scales_of_kv_pages_as_unused() -> None:
     plain = read_packed(modelopt())
     assert plain is not None
     assert len(plain.notes) == 1
+
+
+def test_read_packed_accepts_what_exporters_write() -> None:
+    """Symmetric AWQ stores its zero points; a dense sparsity_config leaves out nothing."""
+    assert read_packed(awq(zero_point=False, sym=True)) == read_packed(awq())
+    dense = {"format": "dense", "global_sparsity": 0.1, "registry_requires_subclass": False}
+    said = compressed("pack-quantized", integers(32))
+    assert read_packed(said | {"sparsity_config": dense}) == read_packed(said)
+    aliases = (read_packed(auto_round(name)) for name in ("auto_round:awq", "auto_round:auto_awq"))
+    assert len(set(aliases)) == 1
+
+
+def test_read_packed_of_quantized_pages_alone_has_no_layout() -> None:
+    found = read_packed({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    assert found is not None
+    assert found.layouts == ()
+    assert found.notes == (CACHE_NOTE,)

@@ -1,6 +1,6 @@
 """Packed weights to float32: for each format, the codes of some rows, and their scales and zero points.
 
-Every value is (code - zero) * scale in float32, as the publishers compute it. Codes and zero points are whole numbers,
+Every value is (code - zero) * scale, the publishers' formula, in float32. Codes and zero points are whole numbers,
 so their difference is exact, and a product by a float16 or bfloat16 scale is too. NVFP4 rounds twice: in the product or
 quotient of its two scales, then in the product with the code.
 

@@ -1,6 +1,7 @@
 """PackedMatrix: a packed matrix found in a checkpoint's headers, its tensors checked against the settings; no torch."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError, shown
@@ -40,6 +41,8 @@ class PackedMatrix(NamedTuple):
     """A tensor that states the shape."""
     zero_bias: str
     """A bias that the model does not have, so it must be zero."""
+    zero_points: str
+    """Zero points that the codes do not need, so they must be zero."""
     used: frozenset[str]
     """Every tensor of the module that no parameter names."""
 
@@ -76,6 +79,11 @@ def find_matrices(
 def is_code(entry: TensorEntry) -> bool:
     """Return True if the tensor holds codes, by its name and type."""
     return entry.name.endswith(CODE_SUFFIXES) or (entry.name.endswith(WEIGHT) and entry.dtype in BYTE_DTYPES)
+
+
+def has_codes(entries: Mapping[str, TensorEntry], unread: Collection[str]) -> bool:
+    """Return True if a tensor that the model reads holds codes."""
+    return any(is_code(entry) for name, entry in entries.items() if name not in unread)
 
 
 def refuse_undeclared(entries: Mapping[str, TensorEntry], unread: Collection[str], file: str) -> None:
@@ -139,13 +147,8 @@ def _settle(
     accepted = layout.scale_shapes(num_rows, num_columns)
     _check_shape(scales, accepted)
     _check_dtype(scales, form.scale_dtypes)
-    zeros, second, groups = module + form.zeros, module + form.second, module + form.groups
-    if layout.zeros == "none" or (layout.zeros == "middle" and zeros not in entries):
-        zeros = ""
-    else:
-        found = _beside(module, (form.zeros,), codes, entries)
-        _check_dtype(found, ("int8",) if layout.zeros == "plain" else (form.code_dtype,))
-        _check_shape(found, (layout.zero_shape(num_rows, num_columns, scales.shape),))
+    layout, zeros, zero_points = _find_zeros(module, layout, scales, (num_rows, num_columns), entries)
+    second, groups = module + form.second, module + form.groups
     if form.second:
         found = _beside(module, (form.second,), codes, entries)
         _check_shape(found, ((), (1,), (1, 1)))
@@ -179,8 +182,34 @@ def _settle(
         groups=groups,
         shape=shape if shape in entries else "",
         zero_bias=bias if has_zero_bias else "",
+        zero_points=zero_points,
         used=frozenset(others | {bias} if has_zero_bias else others),
     )
+
+
+def _find_zeros(
+    module: str,
+    layout: PackedLayout,
+    scales: TensorEntry,
+    matrix_shape: tuple[int, int],
+    entries: Mapping[str, TensorEntry],
+) -> tuple[PackedLayout, str, str]:
+    """Return the layout with its zero points, their tensor, and a tensor of zero points that must be zero.
+
+    Settings that say "symmetric" do not drop zero points that are there.
+    """
+    form, codes, zeros = layout.format, entries[module + layout.format.codes], module + layout.format.zeros
+    if layout.zeros == "none" and form.zeros and zeros in entries:
+        if form.numbers == "unsigned" and entries[zeros].dtype == "int8":
+            _check_shape(entries[zeros], (scales.shape,))
+            return layout, "", zeros
+        layout = replace(layout, zeros="plain" if form.numbers == "signed" else "words")
+    if layout.zeros == "none" or (layout.zeros == "middle" and zeros not in entries):
+        return layout, "", ""
+    found = _beside(module, (form.zeros,), codes, entries)
+    _check_dtype(found, ("int8",) if layout.zeros == "plain" else (form.code_dtype,))
+    _check_shape(found, (layout.zero_shape(*matrix_shape, scales.shape),))
+    return layout, zeros, ""
 
 
 def _beside(

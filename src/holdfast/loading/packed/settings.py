@@ -37,6 +37,8 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 ALL = -1
 """Size of a group of all inputs."""
 PLAIN_BITS = 16
+SIDE_KEYS = frozenset(("bits", "w_bit", "quant_method", "quant_algo", "quantization"))
+"""Keys of which settings beside config.json have one."""
 CACHE_NOTE = "scales of KV pages in the checkpoint (k_scale, v_scale) are unused; --kv-cache-dtype sets the pages"
 NEUTRAL: Mapping[str, Sequence[object]] = TABLES["neutral"]
 
@@ -46,7 +48,7 @@ class PackedSettings:
     """What a checkpoint declares about its packed weights."""
 
     layouts: tuple[PackedLayout, ...]
-    """Every layout that a module may have; the first is that of most."""
+    """Every layout that a module may have; the first is that of most. None if pages of KV alone are quantized."""
     file: str = CONFIG_FILE
     has_cache_scales: bool = False
     """True if the settings announce scales of KV pages."""
@@ -58,6 +60,8 @@ class PackedSettings:
     @property
     def notes(self) -> tuple[str, ...]:
         """A plan's sentences on the storage."""
+        if not self.layouts:
+            return (CACHE_NOTE,) if self.has_cache_scales else ()
         advice = "--quantization int8, fp8 or mxfp4 holds fewer bytes"
         stored = f"the checkpoint stores weights as {self.titles}; they are expanded as they load, and {advice}"
         return (stored, CACHE_NOTE) if self.has_cache_scales else (stored,)
@@ -70,7 +74,9 @@ def read_side_settings(folder: Path, config: Mapping[str, object]) -> tuple[Mapp
     for name, method in QUANTIZATION_FILES.items():
         if has_file(folder, name):
             values = read_json_object(file_inside(folder, name))
-            return {"quant_method": method, **values}, name
+            known = {key: value for key, value in values.items() if value is not None}
+            if known.keys() & SIDE_KEYS:  # others are files of another program
+                return {"quant_method": method, **known}, name
     return None, CONFIG_FILE
 
 
@@ -89,7 +95,7 @@ def read_packed(config: Mapping[str, object] | None, file: str = CONFIG_FILE) ->
     if method not in METHODS:
         raise declined(settings, "quant_method", method, f"those read are {', '.join((*STORED_METHODS, *METHODS))}")
     for key, values in NEUTRAL.items():
-        if config.get(key) is not None and config[key] not in values:
+        if config.get(key) is not None and config[key] not in values and not _is_dense(config[key]):
             raise declined(settings, key, config[key], "it changes what the codes mean")
     readers = {
         "awq": _awq,
@@ -103,6 +109,11 @@ def read_packed(config: Mapping[str, object] | None, file: str = CONFIG_FILE) ->
     scales = [config.get("kv_cache_scheme"), config.get("kv_cache_quant_algo")]
     scales += [nested.get("kv_cache_quant_algo")] if isinstance(nested, dict) else []
     return PackedSettings(layouts, file, any(scales))
+
+
+def _is_dense(value: object) -> bool:
+    """Return True for a sparsity_config that leaves out nothing."""
+    return isinstance(value, dict) and value.get("format") == "dense"
 
 
 def declined(settings: Settings, key: str, value: object, reason: str) -> UnsupportedModelError:
@@ -142,8 +153,6 @@ def _awq(settings: Settings) -> list[PackedLayout]:
         if is_version and value is not None and value.lower() not in TABLES["awq_versions"]:
             reason = "its words have another order; the version gemm is read, so take such a checkpoint"
             raise declined(settings, key, value, reason)
-    if settings.values.get("zero_point") is False:
-        raise declined(settings, "zero_point", False, "AWQ is read with zero points; take a checkpoint that has them")
     return [_awq_layout(settings)]
 
 
@@ -272,7 +281,7 @@ def _modelopt(settings: Settings) -> list[PackedLayout]:
     section = settings.part("quantization") or settings
     algorithms: Mapping[str, str] = TABLES["modelopt_algorithms"]
     whole = _word(section, "quant_algo")[1]
-    wanted = [(section, whole)]
+    wanted = [] if whole is None and "quant_algo" in section.values else [(section, whole)]
     if whole == "MIXED_PRECISION":
         layers = section.part("quantized_layers")
         parts = [] if layers is None else [part for name in layers.values if (part := layers.part(name)) is not None]

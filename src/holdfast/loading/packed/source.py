@@ -216,6 +216,13 @@ class PackedSource:
             bias = read_rows(self._source, matrix.zero_bias, 0, prod(self._source.entries[matrix.zero_bias].shape))
             if bool(bias.any()):
                 raise self.wrong(matrix.zero_bias, "is not zero, and the model has no such bias")
+        if matrix.zero_points:
+            num_rows, num_groups = self._source.entries[matrix.zero_points].shape
+            step_rows = max(1, STEP_ELEMENTS // num_groups)
+            for start in range(0, num_rows, step_rows):
+                points = read_rows(self._source, matrix.zero_points, start, min(start + step_rows, num_rows))
+                if bool(points.any()):
+                    raise self.wrong(matrix.zero_points, "is not zero, and the settings say symmetric")
         self._checked.add(matrix.tensor)
 
 
