@@ -5,20 +5,19 @@ in kernels M rows of a tile times heads, N tokens of a block
 
 Two kernels alternate, for as many KV heads at a time as the lane holds:
 
-fill     writes keys and values of all tokens that large tiles read as half-precision rows, with three numbers by token
+fill     writes keys and values of all tokens that large tiles read as rows of numbers, with three scales by token
 attend   the large tiles of quantized_attention.py; operands come from dense rows, without pages, decoding or masked loads
 
 A sequence has one run in the lane: whole blocks of its tokens, head after head. Rows hold what codes stand for, without the
-scale. A value's scale meets its score in base 2. So one fma gives what the running maximum needs, and p comes out of the
+scale. Keys are in the type of queries, which holds e4m3 numbers exactly, so queries are no longer rounded. A value's scale meets its score in base 2. So one fma gives what the running maximum needs, and p comes out of the
 exponential as the operand of the product. The sum takes p times the inverse of the scale:
 
-    seen = key scale * (q . k) + log2(value scale)        p = 2^(seen - m + 14)        sum += p / value scale
+    seen = key scale * score scale * (q . k) + log2(value scale)      p = 2^(seen - m + 14)      sum += p / value scale
 
 Rows that hold no token of a run are zeros, so no load is masked. Blocks begin at the same tokens as in the present kernel.
 A row's result depends neither on the number of heads in a launch nor on places in the lane, bit for bit.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,7 +64,7 @@ from holdfast.quant.kv_quantize import KEY_PARTS, VALUE_PARTS, hadamard_block
 LANE_ROW_BYTES = 32 * 2**20
 """Bytes of the lane's rows: 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
 NUM_SCALES = 3
-"""float32 numbers by token and head: key scale, log2 of the value scale, inverse of the value scale."""
+"""float32 numbers by token and head: key scale times score scale, log2 of the value scale, inverse of the value scale."""
 RUN_TOKENS = kernel_constant(BLOCK_TOKENS)
 BLOCK_FIELDS = kernel_constant(4)
 P_SHIFT = kernel_constant(14.0)
@@ -76,28 +75,31 @@ FILL_PROGRAMS_PER_SM, FILL_WARPS = 8, 4
 class LaneForm(NamedTuple):
     """Sizes of the attending kernel. `tokens` changes rounding, the others do not."""
 
-    tokens: int = 64
+    tokens: int
     """Tokens of a block: 64, or 128 without a key bias."""
-    stages: int = 3
-    warps: int = 8
-    programs_per_sm: int = 2
-    by_descriptor: bool = False
+    stages: int = 2
+    by_descriptor: bool = True
     """Copy blocks by TMA instead of a copy per thread; only heads of a power of two."""
+    programs_per_sm: int = 2
+    """Programs launched. One runs at a time, so later ones fill gaps."""
+    warps: int = 8
     rows: int = LARGE_TILE
     """Rows times heads of a tile."""
 
 
-def lane_form(head_dim: int) -> LaneForm:
+def lane_form(head_dim: int, has_key_bias: bool = False) -> LaneForm:
     """Return the form that is expected to be fastest; not measured yet."""
-    return LaneForm() if head_dim <= 128 else LaneForm(stages=2, programs_per_sm=1)
+    is_power = head_dim & (head_dim - 1) == 0
+    return LaneForm(128 if is_power and head_dim <= 128 and not has_key_bias else 64, by_descriptor=is_power)
 
 
 class Lane(NamedTuple):
     """Memory that layers and steps share."""
 
     k_LD: Tensor
-    """float16."""
+    """In the type of queries, which holds all key numbers exactly: they are e4m3 numbers."""
     v_LD: Tensor
+    """float16."""
     scales_3L: Tensor
     """float32."""
 
@@ -133,10 +135,12 @@ def lane_heads(num_tokens: int, head_dim: int, num_kv_heads: int, num_row_bytes:
     return -(-num_kv_heads // -(-num_kv_heads // fitting)) if fitting else 0
 
 
-def make_lane(head_dim: int, device: torch.device, num_row_bytes: int = LANE_ROW_BYTES) -> Lane:
-    """Allocate a lane."""
+def make_lane(
+    head_dim: int, dtype: torch.dtype, device: torch.device, num_row_bytes: int = LANE_ROW_BYTES
+) -> Lane:
+    """Allocate a lane for queries of this type."""
     capacity = lane_capacity(head_dim, num_row_bytes)
-    k_LD, v_LD = (torch.empty(capacity, head_dim, dtype=torch.float16, device=device) for _ in range(2))
+    k_LD, v_LD = (torch.empty(capacity, head_dim, dtype=one, device=device) for one in (dtype, torch.float16))
     return Lane(k_LD, v_LD, torch.empty(NUM_SCALES, capacity, device=device))
 
 
@@ -181,7 +185,7 @@ def attend_by_lane(
     if work.has_small:
         quantized_attention(call._replace(work=replace(work, has_large=False, has_merge=False)), planes, near)
     if work.has_large:
-        _attend_large(call, planes, near, lane, plan, form or lane_form(planes.head_dim), heads)
+        _attend_large(call, planes, near, lane, plan, form or lane_form(planes.head_dim, planes.key_bias is not None), heads)
     if work.has_merge:
         quantized_attention(call._replace(work=replace(work, has_small=False, has_large=False)), planes, near)
     return call.out_TX
@@ -217,8 +221,8 @@ def fill_lane(
     _fill_kernel[(call.num_sms * FILL_PROGRAMS_PER_SM,)](
         planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
         None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
-        *lane, page_table_NP, plan.blocks_B4, page_table_NP.stride(0), lane.scales_3L.stride(0), first_head, num_heads,
-        plan.num_blocks,
+        *lane, page_table_NP, plan.blocks_B4, page_table_NP.stride(0), lane.scales_3L.stride(0),
+        call.scoring.scale * LOG2_E, first_head, num_heads, plan.num_blocks,
         KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits, NUM_KV_HEADS=planes.num_kv_heads, HEAD_DIM=head_dim,
         PAGE_TOKENS=planes.page_tokens, BLOCK_N=BLOCK_TOKENS,
         KEY_COLUMNS=max(16, next_power_of_two(head_dim // KEY_PARTS[planes.key_bits])),
@@ -245,14 +249,10 @@ def lane_attention(
     assert not first_tokens or window is None, f"{first_tokens=} are hidden by a window of {window}"
     assert form.tokens == BLOCK_TOKENS or planes.key_bias is None, f"{form=}: a key bias comes in blocks of {BLOCK_TOKENS}"
     block_d = max(16, next_power_of_two(head_dim))
-    rows: Sequence[object] = lane[:2]
     if form.by_descriptor:
         assert block_d == head_dim, f"{form=}: heads of {head_dim} are no power of two"
-        from triton.tools.tensor_descriptor import TensorDescriptor  # the one of triton_compat is Gluon's
-
-        rows = [TensorDescriptor.from_tensor(rows_LD, [form.tokens, head_dim]) for rows_LD in lane[:2]]
     _attend_kernel[(call.num_sms * form.programs_per_sm,)](
-        call.q_THD, *rows, lane.scales_3L, plan.starts_N, planes.rotation_DD, call.out_TX, *call.partials,
+        call.q_THD, *(_describe(lane, form.tokens) if form.by_descriptor else lane), plan.starts_N, planes.rotation_DD, call.out_TX, *call.partials,
         call.work.tiles_X8, *_key_bias_tables(planes.key_bias)[:4], sinks_H, lane.scales_3L.stride(0), scale * LOG2_E,
         None if softcap is None else softcap * LOG2_E, hadamard_block(head_dim) ** -0.5, window or 0,
         *_near_operands(near, call.q_THD), first_head, num_heads, plan.num_blocks,
@@ -263,6 +263,14 @@ def lane_attention(
         BLOCK_N=form.tokens, BLOCK_D=block_d, PAIR_COLUMNS=pair_columns(head_dim), NUM_STAGES=form.stages,
         BY_DESCRIPTOR=form.by_descriptor, PLAIN=plain, num_warps=form.warps, **pdl_flags(call.q_THD),
     )  # fmt: skip
+
+
+def _describe(lane: Lane, block_tokens: int) -> list[object]:
+    """Describe blocks of rows, and of numbers by token, for TMA."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # the one of triton_compat is Gluon's
+
+    rows = [TensorDescriptor.from_tensor(rows_LD, [block_tokens, rows_LD.shape[1]]) for rows_LD in lane[:2]]
+    return [*rows, TensorDescriptor.from_tensor(lane.scales_3L.view(-1), [block_tokens])]
 
 
 @jit
@@ -277,9 +285,9 @@ def _store_half(p_row, b_half, HALF: constexpr, HEAD_DIM: constexpr):
     o_c = tl.arange(0, b_half.shape[1])
     o_d = HALF * (HEAD_DIM // 2) + o_c
     if b_half.shape[1] == HEAD_DIM // 2:
-        tl.store(p_row[:, None] + o_d[None, :], b_half)
+        tl.store(p_row[:, None] + o_d[None, :], b_half.to(p_row.dtype.element_ty))
     else:
-        tl.store(p_row[:, None] + o_d[None, :], b_half, mask=(o_c < HEAD_DIM // 2)[None, :])
+        tl.store(p_row[:, None] + o_d[None, :], b_half.to(p_row.dtype.element_ty), mask=(o_c < HEAD_DIM // 2)[None, :])
 
 
 @jit
@@ -292,7 +300,7 @@ def _fill_keys(
     b_codes = key_codes(p_k, o_slot, o_c, m_n, True, KEY_BITS, HEAD_DIM, PLAIN)
     if KEY_BITS == 8:
         b_keys = tl.where(m_n[:, None], key_numbers(b_codes, PLAIN), 0.0)
-        tl.store(p_row[:, None] + o_c[None, :], b_keys, mask=(o_c < HEAD_DIM)[None, :])
+        tl.store(p_row[:, None] + o_c[None, :], b_keys.to(p_row.dtype.element_ty), mask=(o_c < HEAD_DIM)[None, :])
     elif KEY_BITS == 4:
         b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
         _store_half(p_row, tl.where(m_n[:, None], b_0, 0.0), 0, HEAD_DIM)
@@ -337,7 +345,7 @@ def _fill_values(
 @jit_counting("first_head", "num_heads", "lane_blocks")
 def _fill_kernel(
     p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_lane_scales, p_pages, p_blocks,
-    table_stride, capacity, first_head, num_heads, lane_blocks,
+    table_stride, capacity, scale_log2, first_head, num_heads, lane_blocks,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr,
     KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, BLOCK_N: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -372,7 +380,7 @@ def _fill_kernel(
         b_size = tl.abs(b_vs)
         b_log = tl.where(b_size == 0.0, LEAST_LOG2, tl.log2(tl.where(b_size == 0.0, 1.0, b_size)))
         b_inverse = tl.where(b_log == b_log, tl.exp2(-b_log), 1.0)
-        tl.store(p_lane_scales + o_row, b_ks)
+        tl.store(p_lane_scales + o_row, b_ks * scale_log2)
         tl.store(p_lane_scales + capacity + o_row, b_log)
         tl.store(p_lane_scales + 2 * capacity + o_row, b_inverse)
     if PDL:
@@ -381,11 +389,10 @@ def _fill_kernel(
 
 
 @jit
-def _lane_queries(p_q, o_q, o_dim, m_m, m_d, scale_log2):
-    """Load [M, D] times the score scale, in half precision and clamped to its range."""
-    b_q = tl.load(p_q + o_q[:, None] + o_dim[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-    b_q = b_q.to(tl.float32) * scale_log2
-    return tl.minimum(tl.maximum(b_q, -65504.0), 65504.0).to(tl.float16)
+def _item_of(i_round):
+    """Return this program's item of a round. Every other round is reversed: tiles come longest first."""
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    return i_round * num_programs + tl.where(i_round % 2 == 0, i_program, num_programs - 1 - i_program)
 
 
 @jit
@@ -411,9 +418,18 @@ def _lane_block(
             return tl.load(p_rows, mask=m_rows, other=0.0)
 
 
+@jit
+def _lane_numbers(lane_scales, o_number, o_n, BY_DESCRIPTOR: constexpr):
+    """Load one number by token, [N]."""
+    if BY_DESCRIPTOR:
+        return lane_scales.load([o_number])
+    else:
+        return tl.load(lane_scales + o_number + o_n)
+
+
 @jit_counting("first_head", "num_heads", "lane_blocks")
 def _attend_kernel(
-    p_q, lane_k, lane_v, p_lane_scales, p_starts, p_rotation, p_out, p_partial_out, p_partial_lse, p_tiles,
+    p_q, lane_k, lane_v, lane_scales, p_starts, p_rotation, p_out, p_partial_out, p_partial_lse, p_tiles,
     p_bias, p_cos, p_sin, p_near, p_sinks, capacity, scale_log2, softcap_log2, rotation_scale, window,
     p_near_k, p_near_v, p_near_pages, near_stride, first_head, num_heads, lane_blocks,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
@@ -441,7 +457,11 @@ def _attend_kernel(
         m_near = o_pair < HEAD_DIM // 2
         b_near_cos = tl.load(p_cosines, mask=m_near, other=0.0)
         b_near_sin = tl.load(p_cosines + BLOCK_N * (HEAD_DIM // 2), mask=m_near, other=0.0)
-    for i_item in range(tl.program_id(0), num_tiles * num_heads, tl.num_programs(0)):
+    num_items = num_tiles * num_heads
+    num_rounds = num_items // tl.num_programs(0)
+    num_rounds += tl.where(_item_of(num_rounds) < num_items, 1, 0)
+    for i_round in range(num_rounds):
+        i_item = _item_of(i_round)
         i_lane_head = i_item % num_heads
         i_head = first_head + i_lane_head
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
@@ -453,7 +473,8 @@ def _attend_kernel(
         m_m = o_row < num_rows
         o_head = i_head * GROUP + o_m % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
-        b_q = _lane_queries(p_q, o_q, o_dim, m_m, m_d, scale_log2)
+        # Straight from a load: so the operand lies in shared memory and takes no registers.
+        b_q = tl.load(p_q + o_q[:, None] + o_dim[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         if HAS_KEY_BIAS:
             b_even, b_odd = query_waves(
                 p_q, o_q, m_m, p_bias + i_head * HEAD_DIM, p_rotation, scale_log2, rotation_scale, 0, KEY_BITS < 8,
@@ -493,9 +514,9 @@ def _attend_kernel(
                     i_block = i
                 n = i_block * BLOCK_N
                 o_lane = first_row + n
-                p_scales = p_lane_scales + o_lane + o_n
                 b_k = _lane_block(lane_k, o_lane, o_n, o_dim, m_d, True, HEAD_DIM, BLOCK_D, BY_DESCRIPTOR)
-                b_ks, b_log = tl.load(p_scales), tl.load(p_scales + capacity)
+                b_ks = _lane_numbers(lane_scales, o_lane, o_n, BY_DESCRIPTOR)
+                b_log = _lane_numbers(lane_scales, capacity + o_lane, o_n, BY_DESCRIPTOR)
                 b_score = tl.dot(b_q, b_k)
                 if HAS_KEY_BIAS or softcap_log2 is not None:
                     b_score = b_score * b_ks[None, :]
@@ -509,7 +530,8 @@ def _attend_kernel(
                         b_score = soft_capped(b_score, softcap_log2)
                     b_seen = b_score + b_log[None, :]
                 else:
-                    b_seen = tl.fma(b_score, b_ks[None, :] + tl.zeros_like(b_score), b_log[None, :] + tl.zeros_like(b_score))
+                    shape: constexpr = (BLOCK_M, BLOCK_N)
+                    b_seen = tl.fma(b_score, tl.broadcast_to(b_ks[None, :], shape), tl.broadcast_to(b_log[None, :], shape))
                 if MASKED:
                     o_token = n + o_n
                     distance = (position + o_row)[:, None] - o_token[None, :]
@@ -521,7 +543,7 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_seen - (b_m_safe - P_SHIFT)[:, None], PLAIN)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
-                b_inverse = tl.load(p_scales + 2 * capacity)
+                b_inverse = _lane_numbers(lane_scales, 2 * capacity + o_lane, o_n, BY_DESCRIPTOR)
                 b_l = b_l * b_alpha + tl.sum(b_p * b_inverse[None, :], axis=1)
                 b_v = _lane_block(lane_v, o_lane, o_n, o_dim, m_d, False, HEAD_DIM, BLOCK_D, BY_DESCRIPTOR)
                 b_acc = tl.dot(b_p.to(tl.float16), b_v, b_acc * b_alpha[:, None])

@@ -150,9 +150,9 @@ def test_lane_empty_ranges_and_small_tiles_are_exact(device, bounds):
 def test_lane_blocks_of_128_tokens_are_exact(device, start, splits):
     """Splits begin inside a block."""
     step = quantized_step((4, 4), [(start, 70), (60, 3)], 16, group=2)
-    judge(step, [Cut(large=True, splits=splits), LARGE], device, LaneForm(tokens=128))
+    judge(step, [Cut(large=True, splits=splits), LARGE], device, LaneForm(128))
     near, tiles = near_pages(step, 64, 16, device), near_tiles(step, 64, 16, 32)
-    out = run_tiles(step, tiles, device, by_lane(near, form=LaneForm(tokens=128)))
+    out = run_tiles(step, tiles, device, by_lane(near, form=LaneForm(128)))
     assert_near(out, run_tiles(step, tiles, CPU, near_reference(near)).double(), step)
 
 
@@ -182,14 +182,14 @@ def test_lane_holds_as_many_heads_as_fit_evenly():
     assert lane_attention.lane_heads(12288, 128, 8) == 4
     assert lane_attention.lane_capacity(128) == 65536
     assert lane_attention.lane_bytes(128) == 65536 * (512 + 12)
-    lane = lane_attention.make_lane(64, CPU, 2**20)
+    lane = lane_attention.make_lane(64, torch.float16, CPU, 2**20)
     assert sum(part.nbytes for part in lane) == lane_attention.lane_bytes(64, 2**20)
 
 
 def test_lane_that_holds_no_head_is_refused(device):
     step = quantized_step((4, 4), [(60, 9)], 16, group=2)
     plan = lane_attention.plan_lane(np.array([(0, 1, 0, 0, 0, 0, 0, 0), (0, 0, 9, 60, 0, 69, -1, 1)]), 1, None, CPU)
-    lane = lane_attention.make_lane(16, CPU, 64 * lane_attention.row_bytes(16))
+    lane = lane_attention.make_lane(16, torch.float16, CPU, 64 * lane_attention.row_bytes(16))
 
     def attend(call, planes):
         return lane_attention.attend_by_lane(call, planes, None, lane, plan)

@@ -25,9 +25,10 @@ __all__ = ["LaneForm", "by_lane", "guarded_lane", "lane_attention", "near_pages"
 Attend = Callable[[TileCall, QuantizedPlanes], torch.Tensor]
 
 
-def guarded_lane(memory: Memory, num_rows: int, head_dim: int) -> lane_attention.Lane:
+def guarded_lane(memory: Memory, num_rows: int, head_dim: int, dtype: torch.dtype) -> lane_attention.Lane:
     """A lane of so many rows of keys, in what the memory holds."""
-    k_LD, v_LD = (memory.take(name, num_rows, head_dim, dtype=torch.float16) for name in ("lane_k", "lane_v"))
+    k_LD = memory.take("lane_k", num_rows, head_dim, dtype=dtype)
+    v_LD = memory.take("lane_v", num_rows, head_dim, dtype=torch.float16)
     return lane_attention.Lane(k_LD, v_LD, memory.take("lane_scales", lane_attention.NUM_SCALES, num_rows))
 
 
@@ -38,12 +39,12 @@ def by_lane(
 
     def attend(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
         memory, num_tables = Memory(call.q_THD.device), len(call.page_table_NP)
-        chosen = form or lane_attention.lane_form(planes.head_dim)
+        chosen = form or lane_attention.lane_form(planes.head_dim, planes.key_bias is not None)
         plan = lane_attention.plan_lane(
             call.work.tiles_X8.cpu().numpy(), num_tables, call.scoring.window, call.q_THD.device, chosen.tokens
         )
         num_heads = heads or planes.num_kv_heads
-        lane = guarded_lane(memory, 64 * num_heads * max(1, plan.num_blocks) + more_rows, planes.head_dim)
+        lane = guarded_lane(memory, 64 * num_heads * max(1, plan.num_blocks) + more_rows, planes.head_dim, call.q_THD.dtype)
         out = lane_attention.attend_by_lane(call, planes, near, lane, plan, form, heads)
         memory.check()
         return out
