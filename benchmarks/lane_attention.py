@@ -135,9 +135,7 @@ def lane_heads(num_tokens: int, head_dim: int, num_kv_heads: int, num_row_bytes:
     return -(-num_kv_heads // -(-num_kv_heads // fitting)) if fitting else 0
 
 
-def make_lane(
-    head_dim: int, dtype: torch.dtype, device: torch.device, num_row_bytes: int = LANE_ROW_BYTES
-) -> Lane:
+def make_lane(head_dim: int, dtype: torch.dtype, device: torch.device, num_row_bytes: int = LANE_ROW_BYTES) -> Lane:
     """Allocate a lane for queries of this type."""
     capacity = lane_capacity(head_dim, num_row_bytes)
     k_LD, v_LD = (torch.empty(capacity, head_dim, dtype=one, device=device) for one in (dtype, torch.float16))
@@ -145,7 +143,11 @@ def make_lane(
 
 
 def plan_lane(
-    tiles_X8: np.ndarray, num_table_rows: int, window: int | None, device: torch.device, block_tokens: int = BLOCK_TOKENS
+    tiles_X8: np.ndarray,
+    num_table_rows: int,
+    window: int | None,
+    device: torch.device,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> LanePlan:
     """Give each sequence of the large tiles a run of whole blocks that holds all tokens its tiles read."""
     num_small, num_large = (int(count) for count in tiles_X8[0, :2])
@@ -185,7 +187,9 @@ def attend_by_lane(
     if work.has_small:
         quantized_attention(call._replace(work=replace(work, has_large=False, has_merge=False)), planes, near)
     if work.has_large:
-        _attend_large(call, planes, near, lane, plan, form or lane_form(planes.head_dim, planes.key_bias is not None), heads)
+        _attend_large(
+            call, planes, near, lane, plan, form or lane_form(planes.head_dim, planes.key_bias is not None), heads
+        )
     if work.has_merge:
         quantized_attention(call._replace(work=replace(work, has_small=False, has_large=False)), planes, near)
     return call.out_TX
@@ -208,9 +212,7 @@ def _attend_large(
     heads = -(-planes.num_kv_heads // num_rounds)
     for first_head in range(0, planes.num_kv_heads, heads):
         fill_lane(call, planes, lane, plan, first_head, min(heads, planes.num_kv_heads - first_head))
-        lane_attention(
-            call, planes, near, lane, plan, first_head, min(heads, planes.num_kv_heads - first_head), form
-        )
+        lane_attention(call, planes, near, lane, plan, first_head, min(heads, planes.num_kv_heads - first_head), form)
 
 
 def fill_lane(
@@ -247,7 +249,9 @@ def lane_attention(
     scale, window, sinks_H, softcap = call.scoring
     first_tokens = 0 if near is None else near.first_tokens
     assert not first_tokens or window is None, f"{first_tokens=} are hidden by a window of {window}"
-    assert form.tokens == BLOCK_TOKENS or planes.key_bias is None, f"{form=}: a key bias comes in blocks of {BLOCK_TOKENS}"
+    assert form.tokens == BLOCK_TOKENS or planes.key_bias is None, (
+        f"{form=}: a key bias comes in blocks of {BLOCK_TOKENS}"
+    )
     block_d = max(16, next_power_of_two(head_dim))
     if form.by_descriptor:
         assert block_d == head_dim, f"{form=}: heads of {head_dim} are no power of two"
@@ -531,7 +535,9 @@ def _attend_kernel(
                     b_seen = b_score + b_log[None, :]
                 else:
                     shape: constexpr = (BLOCK_M, BLOCK_N)
-                    b_seen = tl.fma(b_score, tl.broadcast_to(b_ks[None, :], shape), tl.broadcast_to(b_log[None, :], shape))
+                    b_seen = tl.fma(
+                        b_score, tl.broadcast_to(b_ks[None, :], shape), tl.broadcast_to(b_log[None, :], shape)
+                    )
                 if MASKED:
                     o_token = n + o_n
                     distance = (position + o_row)[:, None] - o_token[None, :]

@@ -165,7 +165,12 @@ def test_lane_reference_is_the_one_of_the_present_kernel(device):
 
 def test_lane_plan_gives_each_sequence_a_run_of_whole_blocks():
     """A sequence of small tiles has none, and tiles without codes count for nothing."""
-    large = [(2, 0, 8, 130, 64, 138, -1, 1), (2, 8, 8, 138, 64, 146, -1, 1), (0, 20, 4, 0, 0, 4, -1, 1), (3, 30, 4, 9, 64, 0, -1, 1)]
+    large = [
+        (2, 0, 8, 130, 64, 138, -1, 1),
+        (2, 8, 8, 138, 64, 146, -1, 1),
+        (0, 20, 4, 0, 0, 4, -1, 1),
+        (3, 30, 4, 9, 64, 0, -1, 1),
+    ]
     tiles = np.array([(1, len(large), 0, 0, 0, 0, 0, 0), (1, 16, 1, 70, 0, 71, -1, 1), *large])
     plan = lane_attention.plan_lane(tiles, 4, 60, CPU)
     assert plan.blocks_B4.tolist() == [[3, 0, 0, 0], [0, 0, 0, 4], [2, 64, 71, 146], [2, 128, 71, 146]]

@@ -17,8 +17,8 @@ from scratch_memory import Memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import lane_attention  # noqa: E402
-from lane_attention import LaneForm  # noqa: E402
+import lane_attention
+from lane_attention import LaneForm
 
 __all__ = ["LaneForm", "by_lane", "guarded_lane", "lane_attention", "near_pages", "near_reference", "near_tiles"]
 
@@ -44,7 +44,9 @@ def by_lane(
             call.work.tiles_X8.cpu().numpy(), num_tables, call.scoring.window, call.q_THD.device, chosen.tokens
         )
         num_heads = heads or planes.num_kv_heads
-        lane = guarded_lane(memory, 64 * num_heads * max(1, plan.num_blocks) + more_rows, planes.head_dim, call.q_THD.dtype)
+        lane = guarded_lane(
+            memory, 64 * num_heads * max(1, plan.num_blocks) + more_rows, planes.head_dim, call.q_THD.dtype
+        )
         out = lane_attention.attend_by_lane(call, planes, near, lane, plan, form, heads)
         memory.check()
         return out
@@ -54,7 +56,9 @@ def by_lane(
 
 def near_reference(near: NearPages) -> Attend:
     """The reference beside near pages."""
-    on_host = near._replace(**{name: getattr(near, name).cpu() for name in ("k_plane_SKD", "v_plane_SKD", "page_table_NP")})
+    on_host = near._replace(
+        **{name: getattr(near, name).cpu() for name in ("k_plane_SKD", "v_plane_SKD", "page_table_NP")}
+    )
     return lambda call, planes: quantized_attention_reference(call, planes, on_host)
 
 
