@@ -68,6 +68,7 @@ FORMATS = {"fp8": (8, 8), "k8v4": (8, 4), "k5v4": (5, 4), "4bit_nc": (4, 4), "k3
 FORMS = {
     "64 tokens, 2 stages": LaneForm(64),
     "64 tokens, 3 stages": LaneForm(64, 3),
+    "64 tokens, 4 stages": LaneForm(64, 4),
     "64 tokens, no TMA": LaneForm(64, 3, by_descriptor=False),
     "128 tokens, no TMA": LaneForm(128, by_descriptor=False),
     "half tiles": LaneForm(64, 2, by_descriptor=False, warps=4, rows=64),
