@@ -85,6 +85,8 @@ class LaneForm(NamedTuple):
     warps: int = 8
     rows: int = LARGE_TILE
     """Rows times heads of a tile."""
+    scales_by_descriptor: bool = False
+    """Copy scales by TMA too, which costs three barriers a block."""
 
 
 def lane_form(head_dim: int, has_key_bias: bool = False) -> LaneForm:
@@ -256,7 +258,7 @@ def lane_attention(
     if form.by_descriptor:
         assert block_d == head_dim, f"{form=}: heads of {head_dim} are no power of two"
     _attend_kernel[(call.num_sms * form.programs_per_sm,)](
-        call.q_THD, *(_describe(lane, form.tokens) if form.by_descriptor else lane), plan.starts_N, planes.rotation_DD, call.out_TX, *call.partials,
+        call.q_THD, *_lane_operands(lane, form), plan.starts_N, planes.rotation_DD, call.out_TX, *call.partials,
         call.work.tiles_X8, *_key_bias_tables(planes.key_bias)[:4], sinks_H, lane.scales_3L.stride(0), scale * LOG2_E,
         None if softcap is None else softcap * LOG2_E, hadamard_block(head_dim) ** -0.5, window or 0,
         *_near_operands(near, call.q_THD), first_head, num_heads, plan.num_blocks,
@@ -265,16 +267,20 @@ def lane_attention(
         FIRST_TOKENS=first_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
         HAS_KEY_BIAS=planes.key_bias is not None, BLOCK_M=max(form.rows, next_power_of_two(group)),
         BLOCK_N=form.tokens, BLOCK_D=block_d, PAIR_COLUMNS=pair_columns(head_dim), NUM_STAGES=form.stages,
-        BY_DESCRIPTOR=form.by_descriptor, PLAIN=plain, num_warps=form.warps, **pdl_flags(call.q_THD),
+        BY_DESCRIPTOR=form.by_descriptor, SCALES_BY_DESCRIPTOR=form.by_descriptor and form.scales_by_descriptor, PLAIN=plain, num_warps=form.warps, **pdl_flags(call.q_THD),
     )  # fmt: skip
 
 
-def _describe(lane: Lane, block_tokens: int) -> list[object]:
-    """Describe blocks of rows, and of numbers by token, for TMA."""
+def _lane_operands(lane: Lane, form: LaneForm) -> tuple[object, ...]:
+    """Return the lane as pointers, or as descriptors of blocks of rows, and of numbers by token."""
+    if not form.by_descriptor:
+        return lane
     from triton.tools.tensor_descriptor import TensorDescriptor  # the one of triton_compat is Gluon's
 
-    rows = [TensorDescriptor.from_tensor(rows_LD, [block_tokens, rows_LD.shape[1]]) for rows_LD in lane[:2]]
-    return [*rows, TensorDescriptor.from_tensor(lane.scales_3L.view(-1), [block_tokens])]
+    rows = (TensorDescriptor.from_tensor(rows_LD, [form.tokens, rows_LD.shape[1]]) for rows_LD in lane[:2])
+    if not form.scales_by_descriptor:
+        return (*rows, lane.scales_3L)
+    return (*rows, TensorDescriptor.from_tensor(lane.scales_3L.view(-1), [form.tokens]))
 
 
 @jit
@@ -365,7 +371,8 @@ def _fill_kernel(
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         i_head = first_head + i_lane_head
         if PAGE_TOKENS >= BLOCK_N and PAGE_TOKENS % BLOCK_N == 0:
-            page = tl.load(p_row_pages + token // PAGE_TOKENS)  # a block has a valid token
+            # A run of whole blocks of 128 tokens may end with 64 places that hold no token.
+            page = tl.load(p_row_pages + token // PAGE_TOKENS, mask=(token < high) & (token + BLOCK_N > low), other=0)
             o_slot = (page.to(tl.int64) * NUM_KV_HEADS + i_head) * PAGE_TOKENS + token % PAGE_TOKENS + o_n
         else:
             page = tl.load(p_row_pages + o_token // PAGE_TOKENS, mask=m_n, other=0)
@@ -439,7 +446,7 @@ def _attend_kernel(
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
     HAS_WINDOW: constexpr, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr, NEAR_PAGE: constexpr,
     HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr, PAIR_COLUMNS: constexpr,
-    NUM_STAGES: constexpr, BY_DESCRIPTOR: constexpr, PLAIN: constexpr, PDL: constexpr,
+    NUM_STAGES: constexpr, BY_DESCRIPTOR: constexpr, SCALES_BY_DESCRIPTOR: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     num_small = tl.load(p_tiles)
@@ -519,8 +526,8 @@ def _attend_kernel(
                 n = i_block * BLOCK_N
                 o_lane = first_row + n
                 b_k = _lane_block(lane_k, o_lane, o_n, o_dim, m_d, True, HEAD_DIM, BLOCK_D, BY_DESCRIPTOR)
-                b_ks = _lane_numbers(lane_scales, o_lane, o_n, BY_DESCRIPTOR)
-                b_log = _lane_numbers(lane_scales, capacity + o_lane, o_n, BY_DESCRIPTOR)
+                b_ks = _lane_numbers(lane_scales, o_lane, o_n, SCALES_BY_DESCRIPTOR)
+                b_log = _lane_numbers(lane_scales, capacity + o_lane, o_n, SCALES_BY_DESCRIPTOR)
                 b_score = tl.dot(b_q, b_k)
                 if HAS_KEY_BIAS or softcap_log2 is not None:
                     b_score = b_score * b_ks[None, :]
@@ -549,7 +556,7 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_seen - (b_m_safe - P_SHIFT)[:, None], PLAIN)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
-                b_inverse = _lane_numbers(lane_scales, 2 * capacity + o_lane, o_n, BY_DESCRIPTOR)
+                b_inverse = _lane_numbers(lane_scales, 2 * capacity + o_lane, o_n, SCALES_BY_DESCRIPTOR)
                 b_l = b_l * b_alpha + tl.sum(b_p * b_inverse[None, :], axis=1)
                 b_v = _lane_block(lane_v, o_lane, o_n, o_dim, m_d, False, HEAD_DIM, BLOCK_D, BY_DESCRIPTOR)
                 b_acc = tl.dot(b_p.to(tl.float16), b_v, b_acc * b_alpha[:, None])

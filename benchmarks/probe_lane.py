@@ -73,6 +73,7 @@ FORMS = {
     "128 tokens, no TMA": LaneForm(128, by_descriptor=False),
     "half tiles": LaneForm(64, 2, by_descriptor=False, warps=4, rows=64),
     "one program": LaneForm(128, programs_per_sm=1),
+    "scales by TMA": LaneForm(128, scales_by_descriptor=True),
 }
 TIMED = {"8K": Timed(0, 8192), "2K after 30K": Timed(30720, 2048), "2K": Timed(0, 2048)}
 ALL_FORMS = ("k8v4", "4bit_nc")
