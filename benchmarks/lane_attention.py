@@ -14,7 +14,7 @@ exponential as the operand of the product. The sum takes p times the inverse of 
 
     seen = key scale * score scale * (q . k) + log2(value scale)      p = 2^(seen - m + 14)      sum += p / value scale
 
-Rows that hold no token of a run are zeros, so no load is masked. Blocks begin at the same tokens as in the present kernel.
+Places of a run that hold no token have finite numbers, and zeros as values, so no load is masked. Blocks begin at the same tokens as in the present kernel.
 A row's result depends neither on the number of heads in a launch nor on places in the lane, bit for bit.
 """
 
@@ -304,17 +304,17 @@ def _store_half(p_row, b_half, HALF: constexpr, HEAD_DIM: constexpr):
 def _fill_keys(
     p_k, p_signs, p_row, o_slot, m_n, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr
 ):  # fmt: skip
-    """Write a block of keys without their scale, in the order of coordinates; zeros where no token is."""
+    """Write a block of keys without their scale, in the order of coordinates; any numbers where no token is."""
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
     b_codes = key_codes(p_k, o_slot, o_c, m_n, True, KEY_BITS, HEAD_DIM, PLAIN)
     if KEY_BITS == 8:
-        b_keys = tl.where(m_n[:, None], key_numbers(b_codes, PLAIN), 0.0)
+        b_keys = key_numbers(b_codes, PLAIN)
         tl.store(p_row[:, None] + o_c[None, :], b_keys.to(p_row.dtype.element_ty), mask=(o_c < HEAD_DIM)[None, :])
     elif KEY_BITS == 4:
         b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
-        _store_half(p_row, tl.where(m_n[:, None], b_0, 0.0), 0, HEAD_DIM)
-        _store_half(p_row, tl.where(m_n[:, None], b_1, 0.0), 1, HEAD_DIM)
+        _store_half(p_row, b_0, 0, HEAD_DIM)
+        _store_half(p_row, b_1, 1, HEAD_DIM)
     else:
         b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
         if KEY_BITS == 5:
@@ -322,8 +322,8 @@ def _fill_keys(
             b_0, b_1, b_2, b_3 = key_parts_5(b_codes, b_upper, b_signs, o_c, SIGNS, PLAIN)
         else:
             b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
-        _store_half(p_row, tl.where(m_n[:, None], _between(b_0, b_1), 0.0), 0, HEAD_DIM)
-        _store_half(p_row, tl.where(m_n[:, None], _between(b_2, b_3), 0.0), 1, HEAD_DIM)
+        _store_half(p_row, _between(b_0, b_1), 0, HEAD_DIM)
+        _store_half(p_row, _between(b_2, b_3), 1, HEAD_DIM)
 
 
 @jit
@@ -331,7 +331,7 @@ def _fill_values(
     p_v, p_signs, p_row, o_slot, m_n, b_scale,
     VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """Write a block of values with the sign of their scale; zeros if the scale is zero or NaN, or no token is there."""
+    """Write a block of values with the sign of their scale; zeros if it is zero, as where no token is, or NaN."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, True)
@@ -347,7 +347,7 @@ def _fill_values(
         b_lower = _between(_between(b_0, b_2), _between(b_1, b_3))
         b_upper = _between(_between(b_4, b_6), _between(b_5, b_7))
     b_sign = tl.where(b_scale < 0, -1.0, 1.0).to(tl.float16)[:, None]
-    m_some = (m_n & ((b_scale > 0) | (b_scale < 0)))[:, None]
+    m_some = ((b_scale > 0) | (b_scale < 0))[:, None]
     _store_half(p_row, tl.where(m_some, b_lower * b_sign, 0.0), 0, HEAD_DIM)
     _store_half(p_row, tl.where(m_some, b_upper * b_sign, 0.0), 1, HEAD_DIM)
 

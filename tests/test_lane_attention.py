@@ -8,6 +8,8 @@ import torch
 
 from for_each import for_each
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values
 from kernels.exactness import random, same_bits
 from kernels.lane_cases import LaneForm, by_lane, lane_attention, near_pages, near_reference, near_tiles
 from kernels.paged_cases import odd_sinks
@@ -149,8 +151,9 @@ def test_lane_empty_ranges_and_small_tiles_are_exact(device, bounds):
 @for_each("start, splits", [(0, 1), (200, 2)])
 def test_lane_blocks_of_128_tokens_are_exact(device, start, splits):
     """Splits begin inside a block."""
-    step = quantized_step((4, 4), [(start, 70), (60, 3)], 16, group=2)
+    step = quantized_step((4, 4), [(start, 70), (60, 3)], 16, group=2, page_tokens=64)
     judge(step, [Cut(large=True, splits=splits), LARGE], device, LaneForm(128))
+    judge(step, [Cut(large=True, bounds=(192, 320, 384)), LARGE], device, LaneForm(128))
     near, tiles = near_pages(step, 64, 16, device), near_tiles(step, 64, 16, 32)
     out = run_tiles(step, tiles, device, by_lane(near, form=LaneForm(128)))
     assert_near(out, run_tiles(step, tiles, CPU, near_reference(near)).double(), step)
@@ -161,6 +164,30 @@ def test_lane_reference_is_the_one_of_the_present_kernel(device):
     tiles = cut_tiles(step, [LARGE])
     reference = run_tiles(step, tiles, CPU, quantized_attention_reference)
     assert_near(run_tiles(step, tiles, device, by_lane()), reference.double(), step)
+
+
+@for_each("bits", [(8, 8), (5, 4), (3, 3)])
+def test_lane_holds_numbers_of_codes_and_scales_of_either_sign(device, bits):
+    step = quantized_step(bits, [(0, 70)], 16, group=1, num_kv_heads=2)
+
+    def attend(call, planes):
+        planes.v_scale_PKt.neg_()
+        plan = lane_attention.plan_lane(call.work.tiles_X8.cpu().numpy(), 1, None, device)
+        lane = lane_attention.make_lane(16, torch.float16, device, 64 * 4 * lane_attention.row_bytes(16))
+        lane_attention.fill_lane(call, planes, lane, plan, 1, 1)
+        token_L = torch.arange(70, device=device)
+        pages = call.page_table_NP[0, token_L // 16].long(), token_L % 16
+        keys, values = planes.keys_at(*pages), planes.values_at(*pages)
+        k_LD, v_LD = dequantize_keys(keys, bits[0], 16)[:, 1], dequantize_values(values, bits[1], 16)[:, 1]
+        k_scale_L, log_L, inverse_L = lane.scales_3L[:, :70].unsqueeze(-1)
+        torch.testing.assert_close(lane.k_LD[:70].float() * k_scale_L, k_LD * (step.scale * LOG2_E))
+        torch.testing.assert_close(lane.v_LD[:70].float() * torch.exp2(log_L), v_LD)
+        torch.testing.assert_close(lane.v_LD[:70].float() / inverse_L, v_LD)
+        assert not lane.v_LD[70:128].any()
+        planes.v_scale_PKt.neg_()
+        return call.out_TX
+
+    run_tiles(step, cut_tiles(step, [LARGE]), device, attend)
 
 
 def test_lane_plan_gives_each_sequence_a_run_of_whole_blocks():
