@@ -72,6 +72,8 @@ def _ranges(arguments: Iterable[Any]) -> Iterable[tuple[int, int]]:
     for one in arguments:
         if isinstance(one, tuple):
             yield from _ranges(one)
+        elif hasattr(one, "block_shape") and hasattr(one, "base"):  # the descriptor of a tensor
+            yield from _ranges((one.base,))
         elif hasattr(one, "data_ptr") and hasattr(one, "stride") and one.numel():
             last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
             yield one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
@@ -88,9 +90,9 @@ def _bound(interpreter: Any, bounds: _Bounds) -> None:
         bounds.take(getattr(self.fn, "__name__", "a kernel"), (*there[0], *there[1].values()))
         return there
 
-    def checked_load(pointers: Any, mask: Any, *more: Any) -> Any:
+    def checked_load(pointers: Any, mask: Any, *more: Any, **named: Any) -> Any:
         bounds.check("loads", pointers, mask.data)
-        return load(pointers, mask, *more)
+        return load(pointers, mask, *more, **named)
 
     def checked_store(pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
         bounds.check("stores", pointers, mask.data)
