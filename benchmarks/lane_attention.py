@@ -9,13 +9,14 @@ fill     writes keys and values of all tokens that large tiles read as rows of n
 attend   the large tiles of quantized_attention.py; operands come from dense rows, without pages, decoding or masked loads
 
 A sequence has one run in the lane: whole blocks of its tokens, head after head. Rows hold what codes stand for, without the
-scale. Keys are in the type of queries, which holds e4m3 numbers exactly, so queries are no longer rounded. A value's scale meets its score in base 2. So one fma gives what the running maximum needs, and p comes out of the
-exponential as the operand of the product. The sum takes p times the inverse of the scale:
+scale. Keys are in the type of queries, which holds e4m3 numbers exactly. So queries are operands as they are, not rounded.
+A value's scale meets its score in base 2. One fma gives what the running maximum needs. p comes out of the exponential as the
+operand of the product, and the sum takes p times the inverse of the scale:
 
     seen = key scale * score scale * (q . k) + log2(value scale)      p = 2^(seen - m + 14)      sum += p / value scale
 
-Places of a run that hold no token have finite numbers, and zeros as values, so no load is masked. Blocks begin at the same tokens as in the present kernel.
-A row's result depends neither on the number of heads in a launch nor on places in the lane, bit for bit.
+Places of a run that hold no token have finite numbers, and zeros as values, so no load is masked. Blocks begin at multiples of
+their size. A row's result depends neither on the number of heads in a launch nor on places in the lane, bit for bit.
 """
 
 from dataclasses import replace
@@ -267,7 +268,8 @@ def lane_attention(
         FIRST_TOKENS=first_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
         HAS_KEY_BIAS=planes.key_bias is not None, BLOCK_M=max(form.rows, next_power_of_two(group)),
         BLOCK_N=form.tokens, BLOCK_D=block_d, PAIR_COLUMNS=pair_columns(head_dim), NUM_STAGES=form.stages,
-        BY_DESCRIPTOR=form.by_descriptor, SCALES_BY_DESCRIPTOR=form.by_descriptor and form.scales_by_descriptor, PLAIN=plain, num_warps=form.warps, **pdl_flags(call.q_THD),
+        BY_DESCRIPTOR=form.by_descriptor, SCALES_BY_DESCRIPTOR=form.by_descriptor and form.scales_by_descriptor,
+        PLAIN=plain, num_warps=form.warps, **pdl_flags(call.q_THD),
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ from kernels.quantized_kv_cases import (  # noqa: E402  # pyright: ignore[report
 )
 from kernels.tiled_cases import Tiles  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-CASE_SECONDS = 60
+CASE_SECONDS = 75
 """Limit of a process of errors: import, a few compilations, small launches, the reference."""
 TIME_SECONDS = 60
 NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE = 64, 16, 16
