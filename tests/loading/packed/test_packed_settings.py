@@ -191,3 +191,11 @@ def test_read_packed_of_quantized_pages_alone_has_no_layout() -> None:
     assert found is not None
     assert found.layouts == ()
     assert found.notes == (CACHE_NOTE,)
+
+
+@for_each("packing", ["auto_round:auto_awq", "auto_round:llm_compressor", "auto_round:auto_gptq"])
+def test_read_packed_auto_round_layers_may_differ(packing: str) -> None:
+    own = {"model.layers.0.mlp.up_proj": {"group_size": 32}, "lm_head": {"bits": 16}}
+    found = read_packed(auto_round(packing, 128, extra_config=own))
+    assert found is not None
+    assert [layout.group_size for layout in found.layouts] == [128, 32]

@@ -4,7 +4,7 @@ A module's layout follows from its tensors. Settings say which layouts occur, so
 of plain modules (`ignore`, `modules_to_not_convert`) are not needed, because plain modules have plain tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,7 @@ class PackedSettings:
         """A plan's sentences on the storage."""
         if not self.layouts:
             return (CACHE_NOTE,) if self.has_cache_scales else ()
-        advice = "--quantization int8, fp8 or mxfp4 holds fewer bytes"
-        stored = f"the checkpoint stores weights as {self.titles}; they are expanded as they load, and {advice}"
+        stored = f"the checkpoint stores weights as {self.titles}; values are expanded while they load"
         return (stored, CACHE_NOTE) if self.has_cache_scales else (stored,)
 
 
@@ -167,12 +166,12 @@ def _gptq(settings: Settings) -> list[PackedLayout]:
     if stored not in known:
         reason = f"the formats read are {' and '.join(known)}; take such a checkpoint"
         raise declined(settings, key, stored, reason)
-    return _gptq_layouts(settings, known[stored], "dynamic")
+    return _own_layouts(settings, lambda own: _gptq_layout(own, known[stored]), "dynamic")
 
 
-def _gptq_layouts(settings: Settings, zeros: Zeros, overrides: str) -> list[PackedLayout]:
+def _own_layouts(settings: Settings, make: Callable[[Settings], PackedLayout], overrides: str) -> list[PackedLayout]:
     """Return the base layout and those of modules with settings of their own."""
-    base = _gptq_layout(settings, zeros)
+    base = make(settings)
     parts = settings.part(overrides)
     found = [base]
     for name in () if parts is None else parts.values:
@@ -180,7 +179,7 @@ def _gptq_layouts(settings: Settings, zeros: Zeros, overrides: str) -> list[Pack
         if own is None or name.startswith("-:") or not _is_packed(own, base.bits):
             continue
         merged = {**settings.values, **own.values}
-        found.append(_gptq_layout(Settings(merged, settings.file, own.section), zeros))
+        found.append(make(Settings(merged, settings.file, own.section)))
     return found
 
 
@@ -202,16 +201,23 @@ def _auto_round(settings: Settings) -> list[PackedLayout]:
         raise declined(settings, key, packing, f"those read are {', '.join(packings)}")
     way = packings[packing]
     if way == "awq":
-        return [_awq_layout(settings)]
+        return _own_layouts(settings, _awq_layout, "extra_config")
     if way != "llm_compressor":
-        return _gptq_layouts(settings, TABLES["gptq_formats"][way], "extra_config")
+        zeros: Zeros = TABLES["gptq_formats"][way]
+        return _own_layouts(settings, lambda own: _gptq_layout(own, zeros), "extra_config")
+    return _own_layouts(settings, _llm_compressor_layout, "extra_config")
+
+
+def _llm_compressor_layout(settings: Settings) -> PackedLayout:
     numbers = settings.text("data_type", "int")
     if numbers.startswith("nv_fp"):
-        return [PackedLayout(NVFP4, 4, NVFP4_GROUP)]
+        return PackedLayout(NVFP4, _bits(settings, (4,)), NVFP4_GROUP)
     if numbers.startswith("mx_fp"):
-        return [PackedLayout(MXFP4, _bits(settings, (4,)), MXFP4_GROUP)]
+        return PackedLayout(MXFP4, _bits(settings, (4,)), MXFP4_GROUP)
+    if numbers != "int":
+        raise declined(settings, "data_type", numbers, "int, nv_fp and mx_fp are read")
     zeros: Zeros = "none" if settings.flag("sym", True) else "words"
-    return [PackedLayout(PACKED_INT, _bits(settings, (4, 8)), _group_size(settings), zeros)]
+    return PackedLayout(PACKED_INT, _bits(settings, (4, 8)), _group_size(settings), zeros)
 
 
 def _packs(settings: Settings) -> bool:
