@@ -113,7 +113,6 @@ NVFP4 = PackedFormat(
 MODELOPT_NVFP4 = NVFP4._replace(title="NVFP4 (ModelOpt)", codes=".weight", second=".weight_scale_2", divides=False)
 MXFP4 = PackedFormat("mxfp4", "mxfp4-pack-quantized", "e2m1", ".weight_packed", "uint8", (".weight_scale",), ("uint8",))
 FP8 = PackedFormat("fp8", "fp8", "e4m3", ".weight", "float8_e4m3fn", (".weight_scale", ".weight_scale_inv"), FLOATS)
-FORMATS = (AWQ, GPTQ, PACKED_INT, INT8, NVFP4, MODELOPT_NVFP4, MXFP4, FP8)
 
 
 @dataclass(frozen=True, slots=True)
