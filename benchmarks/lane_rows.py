@@ -1,0 +1,404 @@
+"""The lane: codes of a step's tokens as rows that tensor cores take, made once for all tiles of queries.
+
+K key/value heads, D head dim, L rows of the lane, N page table rows, B blocks of BLOCK_TOKENS tokens; in kernels N tokens, C columns
+
+A sequence has one run of codes in the lane: whole blocks of its tokens, head after head. With near tokens it has a second run:
+those that rows of the step see exact in their own block. The first tokens, exact for all rows, replace their codes.
+
+Rows are half precision, in the space of the codes. They have their scale, so attention over them is attention over plain rows.
+A decoded number times its scale is rounded once, as p times the scale is in decode. With `is_scaled` rows are the numbers
+alone, and three float32 numbers by token lie beside them:
+
+    key scale * score scale        log2(value scale)        1 / value scale
+
+Places of a run that hold no token are zeros. If the scale of a value is NaN, the value is zeros and its key is NaN: so rows that
+do not see the token stay as they are. A row's result depends neither on the heads of a launch nor on places in the lane.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.kernels.attention.dequantize import (
+    key_numbers,
+    key_parts_3,
+    key_parts_4,
+    key_parts_5,
+    value_parts_3,
+    value_parts_4,
+    value_parts_8,
+)
+from holdfast.kernels.attention.near_tokens import NearPages
+from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, QuantizedPlanes, bytes_at, key_codes
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.geometry import BLOCK_TOKENS
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    kernel_constant,
+    next_power_of_two,
+    tl,
+)
+from holdfast.quant.kv_quantize import KEY_PARTS, VALUE_PARTS
+
+# Kernels bind a name and read it under the same constexpr condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+LANE_ROW_BYTES = 32 * 2**20
+"""Bytes of the lane's rows: 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
+NUM_SCALES = 3
+BLOCK_FIELDS = kernel_constant(5)
+FILL_PROGRAMS_PER_SM, FILL_WARPS = 8, 4
+F16_MAX = kernel_constant(65504.0)
+
+
+class Lane(NamedTuple):
+    """Memory that layers and steps share."""
+
+    k_LD: Tensor
+    """float16; with scales in the type of queries, which holds all key numbers exactly: they are e4m3 numbers."""
+    v_LD: Tensor
+    """float16."""
+    scales_3L: Tensor | None
+    """float32; None: rows have their scales."""
+
+
+class LaneSource(NamedTuple):
+    """Pages whose tokens go into the lane."""
+
+    planes: QuantizedPlanes
+    near: NearPages | None = None
+
+
+class LanePlan(NamedTuple):
+    """Where a step's tokens lie in the lane, head by head; one for all layers with the same tile list."""
+
+    blocks_B5: Tensor
+    """int32. Row 0: number of blocks. Others, in order of places: page table row, first token, valid tokens [low, high), and
+    1 for near tokens."""
+    starts_2N: Tensor
+    """int32 by page table row: place of token 0 in blocks of BLOCK_TOKENS, maybe before the lane; of codes, and of near tokens."""
+    num_blocks: int
+
+
+def row_bytes(head_dim: int) -> int:
+    """Return the bytes of one token and head: a row of keys, and one of values."""
+    return 2 * 2 * head_dim
+
+
+def lane_capacity(head_dim: int, num_row_bytes: int = LANE_ROW_BYTES) -> int:
+    """Return the rows of keys that the lane holds: whole blocks."""
+    return num_row_bytes // (row_bytes(head_dim) * BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def lane_heads(num_tokens: int, head_dim: int, num_kv_heads: int, num_row_bytes: int = LANE_ROW_BYTES) -> int:
+    """Return the KV heads that one round takes, so that rounds are even; 0: not even one head fits."""
+    fitting = min(num_kv_heads, lane_capacity(head_dim, num_row_bytes) // max(1, num_tokens))
+    return -(-num_kv_heads // -(-num_kv_heads // fitting)) if fitting else 0
+
+
+def make_lane(
+    head_dim: int, device: torch.device, scaled_dtype: torch.dtype | None = None, num_row_bytes: int = LANE_ROW_BYTES
+) -> Lane:
+    """Allocate a lane; `scaled_dtype`: the type of queries, if scales lie apart."""
+    capacity = lane_capacity(head_dim, num_row_bytes)
+    dtypes = (scaled_dtype or torch.float16, torch.float16)
+    k_LD, v_LD = (torch.empty(capacity, head_dim, dtype=one, device=device) for one in dtypes)
+    return Lane(k_LD, v_LD, torch.empty(NUM_SCALES, capacity, device=device) if scaled_dtype else None)
+
+
+class Run(NamedTuple):
+    """Tokens of each page table row that go into the lane: [low, high), in whole blocks from `first` on."""
+
+    first_N: np.ndarray
+    low_N: np.ndarray
+    high_N: np.ndarray
+
+    @classmethod
+    def over(cls, table_row_X: np.ndarray, low_X: np.ndarray, high_X: np.ndarray, num_rows: int) -> "Run":
+        """Return the tokens of all ranges of a row. A row without one has an empty run."""
+        is_some_X = low_X < high_X
+        table_row_X, low_X, high_X = (x[is_some_X] for x in (table_row_X, low_X, high_X))
+        low_N, high_N = np.full(num_rows, 2**31 - 1, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+        np.minimum.at(low_N, table_row_X, low_X)
+        np.maximum.at(high_N, table_row_X, high_X)
+        low_N = np.where(high_N > 0, low_N, 0)
+        return cls(low_N // BLOCK_TOKENS, low_N, high_N)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Blocks of each row."""
+        return np.where(self.high_N > 0, -(-self.high_N // BLOCK_TOKENS) - self.first_N, 0)
+
+
+def plan_lane(
+    tiles_X8: np.ndarray, num_table_rows: int, window: int | None, device: torch.device, near: NearPages | None = None
+) -> LanePlan:
+    """Give each sequence of the large tiles a run of whole blocks that holds all tokens its tiles read."""
+    num_small, num_large = (int(count) for count in tiles_X8[0, :2])
+    tiles_X8 = tiles_X8[1 + num_small : 1 + num_small + num_large].astype(np.int64)
+    table_row_X, position_X, low_X, high_X = tiles_X8[:, (0, 3, 4, 5)].T
+    # Before the window of a sequence's first row other sequences may own the pages.
+    seen_X = low_X if window is None else np.maximum(low_X, position_X - window + 1)
+    if near is None:
+        runs = [Run.over(table_row_X, seen_X, high_X, num_table_rows)]
+    else:
+        own_X = position_X // near.block_tokens * near.block_tokens
+        runs = [
+            Run.over(table_row_X, seen_X, np.minimum(high_X, own_X), num_table_rows),
+            Run.over(table_row_X, np.maximum(seen_X, own_X), high_X, num_table_rows),
+        ]
+    starts, blocks, num_blocks = [], [np.zeros((1, 5), dtype=np.int64)], 0
+    for is_near, run in enumerate(runs):
+        count_N = run.counts
+        place_N = num_blocks + np.cumsum(count_N) - count_N
+        row_B = np.repeat(np.arange(num_table_rows), count_N)
+        token_B = (num_blocks + np.arange(len(row_B)) - place_N[row_B] + run.first_N[row_B]) * BLOCK_TOKENS
+        kind_B = np.full(len(row_B), is_near)
+        blocks.append(np.stack((row_B, token_B, run.low_N[row_B], run.high_N[row_B], kind_B), axis=1))
+        starts.append(place_N - run.first_N)
+        num_blocks += len(row_B)
+    blocks[0][0, 0] = num_blocks
+    blocks_B5, starts_2N = np.concatenate(blocks).astype(np.int32), np.stack(starts).astype(np.int32)
+    return LanePlan(torch.from_numpy(blocks_B5).to(device), torch.from_numpy(starts_2N).to(device), num_blocks)
+
+
+def fill_lane(
+    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
+) -> None:
+    """Write the rows of KV heads [first_head, first_head + num_heads) for all tokens of the plan."""
+    (planes, near), page_table_NP = source, call.page_table_NP
+    head_dim, is_scaled = planes.head_dim, lane.scales_3L is not None
+    near_operands = (None,) * 4 if near is None else (*near[:3], near.page_table_NP.stride(0))
+    _fill_kernel[(call.num_sms * FILL_PROGRAMS_PER_SM,)](
+        planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
+        None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
+        *lane, page_table_NP, plan.blocks_B5, *near_operands, page_table_NP.stride(0), len(lane.k_LD),
+        call.scoring.scale * LOG2_E, first_head, num_heads, plan.num_blocks,
+        KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits, NUM_KV_HEADS=planes.num_kv_heads, HEAD_DIM=head_dim,
+        PAGE_TOKENS=planes.page_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
+        FIRST_TOKENS=0 if near is None else near.first_tokens, SCALED=is_scaled, BLOCK_N=BLOCK_TOKENS,
+        KEY_COLUMNS=max(16, next_power_of_two(head_dim // KEY_PARTS[planes.key_bits])),
+        VALUE_COLUMNS=max(16, next_power_of_two(head_dim // VALUE_PARTS[planes.value_bits])),
+        BLOCK_D=max(16, next_power_of_two(head_dim)), PLAIN=is_interpreted(), num_warps=FILL_WARPS,
+        **pdl_flags(call.q_THD),
+    )  # fmt: skip
+
+
+def fill_reference(
+    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
+) -> None:
+    """Like `fill_lane` in plain torch, for rows with their scales, one block at a time."""
+    from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values
+
+    planes, near = source
+    assert lane.scales_3L is None, "the reference writes rows with their scales"
+    heads, blocks = slice(first_head, first_head + num_heads), plan.blocks_B5[1 : 1 + plan.num_blocks].tolist()
+    for i_block, (table_row, token, low, high, is_near) in enumerate(blocks):
+        k_KND = torch.zeros(num_heads, BLOCK_TOKENS, planes.head_dim)
+        v_KND = torch.zeros_like(k_KND)
+        token_L = torch.arange(max(token, low), min(token + BLOCK_TOKENS, high))
+        if not is_near:
+            page_L = call.page_table_NP[table_row, token_L // planes.page_tokens].long()
+            offset_L = token_L % planes.page_tokens
+            k_LKD = dequantize_keys(planes.keys_at(page_L, offset_L), planes.key_bits, planes.head_dim)
+            v_LKD = dequantize_values(planes.values_at(page_L, offset_L), planes.value_bits, planes.head_dim)
+            is_nan_LK = v_LKD.isnan().any(-1, keepdim=True)
+            k_KND[:, token_L - token] = torch.where(is_nan_LK, torch.nan, k_LKD).transpose(0, 1)[heads]
+            v_KND[:, token_L - token] = torch.where(is_nan_LK, 0.0, v_LKD).transpose(0, 1)[heads]
+        exact_L = token_L if is_near else token_L[token_L < (near.first_tokens if near else 0)]
+        if near is not None and len(exact_L):
+            slot_L = near.page_table_NP[table_row, exact_L // near.page_tokens].long() * near.page_tokens
+            slot_L += exact_L % near.page_tokens
+            v_LKD = near.v_plane_SKD[slot_L].float()
+            is_nan_LK = v_LKD.isnan().any(-1, keepdim=True)
+            k_LKD = torch.where(is_nan_LK, torch.nan, near.k_plane_SKD[slot_L].float())
+            k_KND[:, exact_L - token] = k_LKD.transpose(0, 1)[heads]
+            v_KND[:, exact_L - token] = torch.where(is_nan_LK, 0.0, v_LKD).transpose(0, 1)[heads]
+        for i_head in range(num_heads):
+            rows = slice((i_head * plan.num_blocks + i_block) * BLOCK_TOKENS, None)
+            for rows_LD, values_KND in ((lane.k_LD, k_KND), (lane.v_LD, v_KND)):
+                clamped = values_KND[i_head].clamp(-65504.0, 65504.0)  # NaN stays
+                rows_LD[rows][:BLOCK_TOKENS] = clamped.to(rows_LD.dtype)
+
+
+@jit
+def _between(b_0, b_1):
+    """Join two [N, C] to [N, 2 C], columns alternating."""
+    return tl.reshape(tl.join(b_0, b_1), (b_0.shape[0], 2 * b_0.shape[1]))
+
+
+@jit
+def _scaled_rows(b_numbers, b_scale, dtype: constexpr, SCALED: constexpr):
+    """Multiply numbers by the scale of their token, unless scales lie apart; what half precision does not hold is clamped."""
+    if SCALED:
+        return b_numbers.to(dtype)
+    else:
+        b_rows = b_numbers.to(tl.float32) * b_scale[:, None]
+        b_clamped = tl.minimum(tl.maximum(b_rows, -F16_MAX), F16_MAX)
+        return tl.where(b_rows == b_rows, b_clamped, b_rows).to(dtype)
+
+
+@jit
+def _store_half(p_row, b_half, m_n, HALF: constexpr, HEAD_DIM: constexpr):
+    """Store [N, C] as coordinates of the lower or upper half of rows of HEAD_DIM."""
+    o_c = tl.arange(0, b_half.shape[1])
+    o_d = HALF * (HEAD_DIM // 2) + o_c
+    if b_half.shape[1] == HEAD_DIM // 2:
+        tl.store(p_row[:, None] + o_d[None, :], b_half, mask=m_n[:, None])
+    else:
+        tl.store(p_row[:, None] + o_d[None, :], b_half, mask=m_n[:, None] & (o_c < HEAD_DIM // 2)[None, :])
+
+
+@jit
+def _fill_keys(
+    p_k, p_signs, p_row, o_slot, m_n, m_store, b_scale,
+    KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, SCALED: constexpr, PLAIN: constexpr,
+):  # fmt: skip
+    """Write a block of keys in the order of coordinates."""
+    SIGNS: constexpr = HEAD_DIM // 8
+    dtype: constexpr = p_row.dtype.element_ty
+    o_c = tl.arange(0, KEY_COLUMNS)
+    b_codes = key_codes(p_k, o_slot, o_c, m_n, True, KEY_BITS, HEAD_DIM, PLAIN)
+    if KEY_BITS == 8:
+        b_keys = _scaled_rows(key_numbers(b_codes, PLAIN), b_scale, dtype, SCALED)
+        tl.store(p_row[:, None] + o_c[None, :], b_keys, mask=m_store[:, None] & (o_c < HEAD_DIM)[None, :])
+    elif KEY_BITS == 4:
+        b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
+        _store_half(p_row, _scaled_rows(b_0, b_scale, dtype, SCALED), m_store, 0, HEAD_DIM)
+        _store_half(p_row, _scaled_rows(b_1, b_scale, dtype, SCALED), m_store, 1, HEAD_DIM)
+    else:
+        b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
+        if KEY_BITS == 5:
+            b_upper = key_codes(p_k + 2 * SIGNS, o_slot, o_c, m_n, True, KEY_BITS, HEAD_DIM, PLAIN)
+            b_0, b_1, b_2, b_3 = key_parts_5(b_codes, b_upper, b_signs, o_c, SIGNS, PLAIN)
+        else:
+            b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
+        _store_half(p_row, _scaled_rows(_between(b_0, b_1), b_scale, dtype, SCALED), m_store, 0, HEAD_DIM)
+        _store_half(p_row, _scaled_rows(_between(b_2, b_3), b_scale, dtype, SCALED), m_store, 1, HEAD_DIM)
+
+
+@jit
+def _fill_values(
+    p_v, p_signs, p_row, o_slot, m_n, m_store, b_scale,
+    VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, SCALED: constexpr, PLAIN: constexpr,
+):  # fmt: skip
+    """Write a block of values; zeros if their scale is zero or NaN. If scales lie apart, rows have the sign of theirs."""
+    WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
+    dtype: constexpr = p_row.dtype.element_ty
+    o_c = tl.arange(0, VALUE_COLUMNS)
+    b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, True)
+    if VALUE_BITS == 8:
+        b_lower, b_upper = value_parts_8(b_words, PLAIN)
+    elif VALUE_BITS == 4:
+        b_0, b_1, b_2, b_3 = value_parts_4(b_words, PLAIN)
+        b_lower, b_upper = _between(b_0, b_1), _between(b_2, b_3)
+    else:
+        b_signs = bytes_at(p_signs, o_slot, o_c % (WORDS // 2), m_n, WORDS, WORDS // 2, True)
+        b_half = tl.where(o_c < WORDS // 2, 0, -1).to(tl.int16)[None, :]
+        b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = value_parts_3(b_words, b_signs, b_half, PLAIN)
+        b_lower = _between(_between(b_0, b_2), _between(b_1, b_3))
+        b_upper = _between(_between(b_4, b_6), _between(b_5, b_7))
+    m_some = ((b_scale > 0) | (b_scale < 0))[:, None]
+    if SCALED:
+        b_sign = tl.where(b_scale < 0, -1.0, 1.0).to(tl.float16)[:, None]
+        b_lower, b_upper = b_lower * b_sign, b_upper * b_sign
+    b_lower = tl.where(m_some, _scaled_rows(b_lower, b_scale, dtype, SCALED), 0.0)
+    b_upper = tl.where(m_some, _scaled_rows(b_upper, b_scale, dtype, SCALED), 0.0)
+    _store_half(p_row, b_lower, m_store, 0, HEAD_DIM)
+    _store_half(p_row, b_upper, m_store, 1, HEAD_DIM)
+
+
+@jit
+def _fill_near(
+    p_k, p_v, p_pages, p_k_row, p_v_row, o_token, m_n, m_store, i_head,
+    NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, NEAR_PAGE: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
+    """Write a block of near rows; zeros without a token."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = (o_d < HEAD_DIM)[None, :]
+    page = tl.load(p_pages + o_token // NEAR_PAGE, mask=m_n, other=0)
+    o_slot = (page.to(tl.int64) * NEAR_PAGE + o_token % NEAR_PAGE) * NUM_KV_HEADS + i_head
+    o_x = o_slot[:, None] * HEAD_DIM + o_d[None, :]
+    b_k = tl.load(p_k + o_x, mask=m_n[:, None] & m_d, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + o_x, mask=m_n[:, None] & m_d, other=0.0).to(tl.float32)
+    is_nan = tl.max(tl.where(b_v == b_v, 0, 1), axis=1) > 0
+    b_k = tl.where(is_nan[:, None] | (b_k != b_k), float("nan"), tl.minimum(tl.maximum(b_k, -F16_MAX), F16_MAX))
+    b_v = tl.where(is_nan[:, None], 0.0, tl.minimum(tl.maximum(b_v, -F16_MAX), F16_MAX))
+    m_row = m_store[:, None] & m_d
+    tl.store(p_k_row[:, None] + o_d[None, :], b_k.to(p_k_row.dtype.element_ty), mask=m_row)
+    tl.store(p_v_row[:, None] + o_d[None, :], b_v.to(p_v_row.dtype.element_ty), mask=m_row)
+
+
+@jit_counting("first_head", "num_heads", "lane_blocks")
+def _fill_kernel(
+    p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_lane_scales, p_pages, p_blocks,
+    p_near_k, p_near_v, p_near_pages, near_stride, table_stride, capacity, scale_log2, first_head, num_heads, lane_blocks,
+    KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr,
+    NEAR_PAGE: constexpr, FIRST_TOKENS: constexpr, SCALED: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr,
+    BLOCK_D: constexpr, BLOCK_N: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
+    num_blocks = tl.load(p_blocks)
+    o_n = tl.arange(0, BLOCK_N)
+    for i_item in range(tl.program_id(0), num_blocks * num_heads, tl.num_programs(0)):
+        i_block, i_lane_head = i_item // num_heads, i_item % num_heads
+        p_block = p_blocks + (1 + i_block) * BLOCK_FIELDS
+        table_row, token = tl.load(p_block), tl.load(p_block + 1) // BLOCK_N * BLOCK_N
+        low, high, is_near = tl.load(p_block + 2), tl.load(p_block + 3), tl.load(p_block + 4)
+        o_token = token + o_n
+        m_n = (o_token >= low) & (o_token < high)
+        i_head = first_head + i_lane_head
+        o_row = (i_lane_head * lane_blocks + i_block) * BLOCK_N + o_n
+        p_k_row, p_v_row = p_lane_k + o_row * HEAD_DIM, p_lane_v + o_row * HEAD_DIM
+        if is_near == 0:
+            p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
+            if PAGE_TOKENS >= BLOCK_N and PAGE_TOKENS % BLOCK_N == 0:
+                page = tl.load(p_row_pages + token // PAGE_TOKENS)
+                o_slot = (page.to(tl.int64) * NUM_KV_HEADS + i_head) * PAGE_TOKENS + token % PAGE_TOKENS + o_n
+            else:
+                page = tl.load(p_row_pages + o_token // PAGE_TOKENS, mask=m_n, other=0)
+                o_slot = (page.to(tl.int64) * NUM_KV_HEADS + i_head) * PAGE_TOKENS + o_token % PAGE_TOKENS
+            if PDL:
+                tl.extra.cuda.gdc_wait()  # new keys come from a kernel before; another may still read the lane
+            m_store = o_token >= FIRST_TOKENS  # first tokens are exact for all rows that see codes
+            b_ks = tl.load(p_k_scale + o_slot, mask=m_n, other=0.0).to(tl.float32)
+            b_vs = tl.load(p_v_scale + o_slot, mask=m_n, other=0.0).to(tl.float32)
+            if not SCALED:
+                b_ks = tl.where(b_vs == b_vs, b_ks, b_vs)
+            _fill_keys(
+                p_k, p_k_signs, p_k_row, o_slot, m_n, m_store, b_ks, KEY_BITS, HEAD_DIM, KEY_COLUMNS, SCALED, PLAIN
+            )
+            _fill_values(
+                p_v, p_v_signs, p_v_row, o_slot, m_n, m_store, b_vs, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, SCALED, PLAIN
+            )
+            if SCALED:
+                # A zero has the logarithm of the least scale, so its token joins the sum. NaN stays NaN in the scores of rows
+                # that see it. Its inverse is finite: rows that do not see it take it times zero.
+                b_size = tl.abs(b_vs)
+                b_log = tl.where(b_size == 0.0, LEAST_LOG2, tl.log2(tl.where(b_size == 0.0, 1.0, b_size)))
+                b_inverse = tl.where(b_log == b_log, tl.exp2(-b_log), 1.0)
+                tl.store(p_lane_scales + o_row, b_ks * scale_log2, mask=m_store)
+                tl.store(p_lane_scales + capacity + o_row, b_log, mask=m_store)
+                tl.store(p_lane_scales + 2 * capacity + o_row, b_inverse, mask=m_store)
+        if NEAR_PAGE > 0:
+            if (is_near != 0) | (token < FIRST_TOKENS):
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
+                m_near = (o_token < FIRST_TOKENS) | (is_near != 0)
+                _fill_near(
+                    p_near_k, p_near_v, p_near_pages + table_row.to(tl.int64) * near_stride, p_k_row, p_v_row, o_token,
+                    m_n & m_near, m_near, i_head, NUM_KV_HEADS, HEAD_DIM, NEAR_PAGE, BLOCK_D,
+                )  # fmt: skip
+                if SCALED:
+                    tl.store(p_lane_scales + o_row, tl.zeros_like(o_n).to(tl.float32) + scale_log2, mask=m_near)
+                    tl.store(p_lane_scales + capacity + o_row, tl.zeros_like(o_n).to(tl.float32), mask=m_near)
+                    tl.store(p_lane_scales + 2 * capacity + o_row, tl.zeros_like(o_n) + 1.0, mask=m_near)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # wait even without a block: the next kernel relies on all earlier ones
