@@ -169,9 +169,7 @@ def plan_lane(
     return LanePlan(torch.from_numpy(blocks_B5).to(device), torch.from_numpy(starts_2N).to(device), num_blocks)
 
 
-def fill_lane(
-    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
-) -> None:
+def fill_lane(call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int) -> None:
     """Write the rows of KV heads [first_head, first_head + num_heads) for all tokens of the plan."""
     (planes, near), page_table_NP = source, call.page_table_NP
     head_dim, is_scaled = planes.head_dim, lane.scales_3L is not None

@@ -18,6 +18,7 @@ With `is_scaled` rows are code numbers, and each token has three scales in the r
     seen = key scale * score scale * (q . k) + log2(value scale)      p = 2^(seen - m + 14)      sum += p / value scale
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ from holdfast.kernels.triton_compat import (
     hopper,
     kernel_constant,
 )
-from holdfast.quant.kv_quantize import hadamard_block
+from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
 
 # Triton cannot unpack into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
@@ -117,6 +118,45 @@ def attend_lane_warpgroups(
     )  # fmt: skip
 
 
+def attend_lane_reference(
+    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
+) -> None:
+    """Like `attend_lane_warpgroups` in plain torch, one tile and head at a time with its whole score matrix."""
+    planes, near, group = source.planes, source.near, call.q_THD.shape[1] // source.planes.num_kv_heads
+    scale, window, sinks_H, softcap = call.scoring
+    assert lane.scales_3L is None, "the reference reads rows with their scales"
+    num_small, num_large = call.work.tiles_X8[0, :2].tolist()
+    out_THD = call.out_TX.view(call.q_THD.shape)
+    tiles = call.work.tiles_X8[1 + num_small : 1 + num_small + num_large].tolist()
+    for (table_row, row, count, position, low, high, partial, splits), i_head in product(tiles, range(num_heads)):
+        seen = low if window is None else max(low, position - window + 1)
+        own = high if near is None else position // near.block_tokens * near.block_tokens
+        token_L = torch.arange(seen, high)
+        start_L = torch.where(token_L < own, plan.starts_2N[0, table_row], plan.starts_2N[-1, table_row])
+        place_L = (i_head * plan.num_blocks + start_L) * BLOCK_TOKENS + token_L
+        k_LD, v_LD = lane.k_LD[place_L].float(), lane.v_LD[place_L].float()
+        heads = slice((first_head + i_head) * group, (first_head + i_head + 1) * group)
+        q_nGD = call.q_THD[row : row + count, heads].float()
+        scores_nGL = q_nGD @ k_LD.T * scale
+        if softcap is not None:
+            scores_nGL = softcap * torch.tanh(scores_nGL / softcap)
+        distance_nL = torch.arange(position, position + count).unsqueeze(1) - token_L
+        seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
+        scores_nGL = scores_nGL.masked_fill(~seen_nL.unsqueeze(1), float("-inf"))
+        lse_nG = scores_nGL.logsumexp(-1)
+        whole_nG = lse_nG if sinks_H is None or partial >= 0 else torch.logaddexp(lse_nG, sinks_H[heads])
+        out_nGD = torch.nan_to_num((scores_nGL - whole_nG.unsqueeze(-1)).exp(), nan=0.0) @ v_LD
+        out_nGD = torch.where(lse_nG.isnan().unsqueeze(-1), torch.nan, out_nGD)
+        if partial < 0:
+            out_THD[row : row + count, heads] = (rotate_heads(out_nGD) if planes.rotates_values else out_nGD).to(
+                out_THD.dtype
+            )
+        else:
+            places = partial + torch.arange(count) * splits
+            call.partial_out_CX.view(-1, *call.q_THD.shape[1:])[places, heads] = out_nGD
+            call.partial_lse_CH[places, heads] = lse_nG * LOG2_E
+
+
 def _describe(rows_LD: torch.Tensor) -> object:
     """Describe boxes of LANE_TOKENS rows x 64 columns. Columns after an odd head dim are copied as zeros."""
     return TensorDescriptor.from_tensor(rows_LD, [BLOCK_TOKENS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
@@ -159,7 +199,9 @@ def _copy_scales(scales, bar, s_scales, place, o_row_0, o_row_1, capacity, NUM_B
         o_scale = i * (capacity // LANE_TOKENS)
         s_box = s_scales.index((place * NUM_SCALES + i) * NUM_BOXES)
         # An odd box outside of the first scales would read those before: their tokens are masked.
-        hopper.tma.async_copy_global_to_shared(scales, [gl.where(o_row_0 < 0, -1, o_scale + o_row_0 // LANE_TOKENS), 0], bar, s_box)
+        hopper.tma.async_copy_global_to_shared(
+            scales, [gl.where(o_row_0 < 0, -1, o_scale + o_row_0 // LANE_TOKENS), 0], bar, s_box
+        )
         if NUM_BOXES == 2:
             s_box = s_scales.index((place * NUM_SCALES + i) * NUM_BOXES + 1)
             hopper.tma.async_copy_global_to_shared(

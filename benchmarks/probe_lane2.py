@@ -1,0 +1,521 @@
+"""Probe of prefill over compressed pages by rows of a lane in warpgroups (lane_warpgroups.py), in one run on a Hopper GPU.
+
+    python benchmarks/probe_lane2.py --out FOLDER [--cases WORD] [--no-times] [--seconds 150]
+
+Each case of errors runs in a process of its own with a time limit, many at once. Other processes compile what is timed. Then one
+process times captured graphs: plain pages in warpgroups, the present kernel, the lane in Triton, and the lane in warpgroups.
+FOLDER/probe_lane2.json holds everything, and is written after each part.
+
+Error: largest error of a head relative to its length, over the tolerance of the tests; above 1 fails. Heads and cut: elements
+that differ if a launch has other heads, or a prompt other chunks; must be 0. Pages and lane hold NaN where no token is.
+
+TFLOPS count two products of the pairs that a causal mask leaves. Ratio: time of plain pages, measured before and after each format.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import lane_attention  # noqa: E402
+import lane_rows  # noqa: E402
+import lane_warpgroups  # noqa: E402
+import prefill_warpgroups  # noqa: E402
+import probe_lane  # noqa: E402
+import torch  # noqa: E402
+from lane_rows import Lane, LaneSource  # noqa: E402
+from lane_warpgroups import LaneForm  # noqa: E402
+from probe_lane import FIRST_TOKENS, FORMATS, NEAR_BLOCK, PAGE_TOKENS, TOLERANCE, random_near, random_planes  # noqa: E402
+from probe_prefill import NUM_HEADS, NUM_KV_HEADS, Step, Timed, make_timed, shown  # noqa: E402
+
+from holdfast.kernels.attention import quantized_attention  # noqa: E402
+from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
+from holdfast.kernels.attention.tiled_attention import TileWork  # noqa: E402
+from kernels.lane_cases import near_reference  # noqa: E402  # pyright: ignore[reportMissingImports]
+from kernels.lane_row_cases import by_rows, with_near  # noqa: E402  # pyright: ignore[reportMissingImports]
+from kernels.quantized_kv_cases import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    Cut,
+    QuantizedStep,
+    cut_tiles,
+    run_tiles,
+)
+
+CASE_SECONDS = 60
+LARGE, SPLITS = Cut(large=True), Cut(large=True, splits=3)
+NO_TURNS = LaneForm(128, 2, takes_turns=False)
+WIDE_TILES = 16
+"""Rows of a tile of 8 heads."""
+
+
+class Case(NamedTuple):
+    """One specialization of both kernels, with all kinds of steps."""
+
+    bits: tuple[int, int] = (4, 4)
+    head_dim: int = 128
+    group: int = 8
+    page_tokens: int = 64
+    dtype: str = "bfloat16"
+    window: int | None = None
+    has_sinks: bool = False
+    softcap: float | None = None
+    near: int | None = None
+    """First tokens beside near blocks; None: no near pages."""
+    is_scaled: bool = False
+    form: LaneForm | None = None
+    num_sms: int = 132
+    has_bias: bool = False
+
+
+CASES = {
+    "first": Case(),
+    **{name: Case(bits) for name, bits in FORMATS.items() if name != "4bit_nc"},
+    **{f"{name}, near": Case(bits, near=FIRST_TOKENS) for name, bits in FORMATS.items()},
+    **{f"{name}, scaled": Case(bits, is_scaled=True) for name, bits in FORMATS.items()},
+    "4bit_nc, scaled, near": Case(is_scaled=True, near=FIRST_TOKENS),
+    "fp8, near, window": Case((8, 8), window=200, near=0, group=4),
+    "D 64": Case((4, 4), 64, 7, dtype="float16"),
+    "D 64, k8v4, near": Case((8, 4), 64, 16, 16, near=FIRST_TOKENS),
+    "D 96": Case((5, 4), 96, 4, dtype="float16"),
+    "D 96, fp8": Case((8, 8), 96, 5),
+    "D 256": Case((4, 4), 256, 4),
+    "D 256, near": Case((3, 3), 256, 8, near=FIRST_TOKENS),
+    "D 256, k8v4, capped": Case((8, 4), 256, 2, window=200, softcap=50.0),
+    "group 1": Case((8, 4), group=1),
+    "group 5": Case(group=5),
+    "group 16": Case((3, 4), group=16),
+    "window 100": Case(window=100),
+    "window 300, sinks": Case((8, 8), window=300, has_sinks=True, group=4),
+    "sinks": Case((3, 3), has_sinks=True),
+    "capped": Case((8, 4), softcap=30.0, group=2),
+    "near and options": Case((3, 4), group=5, has_sinks=True, softcap=20.0, near=FIRST_TOKENS),
+    "scaled, window, sinks": Case(window=100, has_sinks=True, is_scaled=True),
+    "pages of 16": Case((3, 3), page_tokens=16),
+    "pages of 256": Case((8, 4), page_tokens=256),
+    "few programs": Case(num_sms=3),
+    "no turns": Case(form=NO_TURNS),
+    "64 tokens": Case(form=LaneForm(64, 4)),
+}
+
+
+# --- errors
+
+
+def steps_of(case: Case) -> dict[str, tuple[list[tuple[int, int]], list[Cut]]]:
+    """Return steps by name: start and rows of sequences, and how each is cut; with near pages all in one range."""
+    steps = {
+        "odd lengths": ([(0, 200), (0, 1), (5, 70), (0, 129)], 4 * [LARGE]),
+        "contexts": ([(127, 40), (500, 90), (383, 1)], 3 * [LARGE]),
+        "splits": ([(300, 20), (0, 150), (64, 65), (90, 1)], [SPLITS, SPLITS, Cut(large=True, bounds=(64,)), Cut()]),
+    }
+    if case.near is not None:
+        return {name: steps[name] for name in ("odd lengths", "contexts")}
+    return steps
+
+
+Attend = Callable[..., torch.Tensor]
+
+
+def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, **options: Any) -> torch.Tensor:
+    """Run a step by the lane."""
+    near, tiles = None, None
+    if case.near is None:
+        tiles = cut_tiles(step, cuts)
+    else:
+        near, _, tiles = with_near(step, case.near, device, max(1, 128 // case.group))
+    attend = by_rows(near, is_scaled=case.is_scaled, form=case.form, **options)
+    return run_tiles(step, tiles, device, attend, num_sms=case.num_sms)
+
+
+def exact_of(case: Case, step: QuantizedStep, cuts: list[Cut]) -> torch.Tensor:
+    """Return what plain torch computes."""
+    host = torch.device("cpu")
+    if case.near is None:
+        return run_tiles(step, cut_tiles(step, cuts), host, quantized_attention.quantized_attention_reference).double()
+    near, tiles, _ = with_near(step, case.near, host, max(1, 128 // case.group))
+    return run_tiles(step, tiles, host, near_reference(near)).double()
+
+
+def judge(case: Case, device: torch.device, say: Callable[[dict[str, Any]], None]) -> None:
+    """Say the error of each step, and the elements that differ between lanes and between cuts."""
+    dtype = getattr(torch, case.dtype)
+    for name, (rows, cuts) in steps_of(case).items():
+        step = probe_lane.make_step(case, rows, dtype)  # type: ignore[arg-type]
+        out, exact = run(case, step, cuts, device), exact_of(case, step, cuts)
+        if bool(out.isfinite().all()):
+            off, length = (x.view(-1, case.head_dim).norm(dim=-1) for x in (out.double() - exact, exact))
+            say({name: float((off / length.clamp(min=1e-6)).max() / (3 * TOLERANCE[dtype]))})
+        else:
+            say({name: f"{int((~out.isfinite()).any(-1).sum())} of {len(out)} rows are not finite"})
+        if name == "contexts":
+            others = (run(case, step, cuts, device, heads=1), run(case, step, cuts, device, more_rows=128))
+            say({"heads": sum(int((other.view(torch.int16) != out.view(torch.int16)).sum()) for other in others)})
+    say({"cut": differing_cuts(case, device, dtype)})
+
+
+def differing_cuts(case: Case, device: torch.device, dtype: torch.dtype) -> int:
+    """Count elements of a prompt that change if its rows come in other steps."""
+    whole = probe_lane.make_step(case, [(70, 330)], dtype)  # type: ignore[arg-type]
+    (k, v), outs = whole.tokens[0], []
+    for counts in ((330,), (77, 253), (1, 200, 129)):
+        parts, first = [], 70
+        for count in counts:
+            end, rows = first + count, slice(first - 70, first - 70 + count)
+            part = replace(whole, rows=[(first, count)], q=whole.q[rows], tokens=[(k[:end], v[:end])])
+            parts.append(run(case, part, [LARGE], device))
+            first = end
+        outs.append(torch.cat(parts))
+    return sum(int((out.view(torch.int16) != outs[0].view(torch.int16)).sum()) for out in outs[1:])
+
+
+# --- times
+
+
+def measure(run: Callable[[], object], num_flops: float, milliseconds: float = 12.0) -> dict[str, float]:
+    """Return the median of five measurements of a graph of several runs."""
+    run()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    num_runs = max(1, min(50, int(milliseconds / max(1e-3, begin.elapsed_time(end)))))
+    with torch.cuda.graph(graph):
+        for _ in range(num_runs):
+            run()
+    graph.replay()
+    found = []
+    for _ in range(5):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / num_runs)
+    middle = sorted(found)[2]
+    return {"ms": middle, "TFLOPS": num_flops / middle / 1e9, "spread": max(found) / min(found) - 1}
+
+
+def work_of(timed: Timed, rows: int, near_block: int, device: torch.device, reads_near: bool) -> TileWork:
+    """List the tiles of a step, longest first; with near pages over codes alone, or over all tokens."""
+    tiles, row = [], 0
+    while row < timed.num_rows:
+        position = timed.start + row
+        count = min(rows, timed.num_rows - row)
+        low, high = 0, position + count
+        if near_block:
+            own = position // near_block * near_block
+            count = min(count, own + near_block - position)
+            low, high = (0, position + count) if reads_near else (min(FIRST_TOKENS, own), own)
+        tiles.append((0, row, count, position, low, high, -1, 1))
+        row += count
+    tiles.sort(key=lambda tile: tile[4] - tile[5])
+    listed = torch.tensor([(0, len(tiles), 0, 0, 0, 0, 0, 0), *tiles], dtype=torch.int32, device=device)
+    return TileWork(listed, listed, has_small=False, has_large=True, has_merge=False)
+
+
+class Timing(NamedTuple):
+    """A timed step over compressed pages."""
+
+    step: Step
+    planes: Any
+    near: NearPages | None
+
+    @classmethod
+    def of(cls, bits: tuple[int, int], step: Step, has_near: bool) -> "Timing":
+        device, timed = step.call.q_THD.device, step.timed
+        num_pages = -(-(timed.start + timed.num_rows) // PAGE_TOKENS)
+        planes = random_planes(bits, timed.head_dim, num_pages, device)
+        return cls(step, planes, random_near(timed, device) if has_near else None)
+
+    def old(self) -> Callable[[], object]:
+        """Return the present kernel."""
+        rows = quantized_attention.large_shape(self.planes.key_bits).rows * NUM_KV_HEADS // NUM_HEADS
+        block = NEAR_BLOCK if self.near else 0
+        call = self.step.call._replace(work=work_of(self.step.timed, rows, block, self.step.call.q_THD.device, False))
+        return lambda: quantized_attention.quantized_attention(call, self.planes, self.near)
+
+    def triton(self, heads: int | None = None) -> Callable[[], object]:
+        """Return the lane in Triton."""
+        timed, device = self.step.timed, self.step.call.q_THD.device
+        launches = probe_lane.Launches(
+            self.step.call,
+            self.planes,
+            self.near,
+            lane_attention.make_lane(timed.head_dim, torch.bfloat16, device),
+            timed,
+        )
+        return launches.by_lane(None, heads)["lane"]
+
+    def rows(
+        self, lane: Lane, heads: int | None = None, form: LaneForm | None = None
+    ) -> dict[str, Callable[[], object]]:
+        """Return the lane in warpgroups, and each of its kernels alone, in all rounds."""
+        timed, device = self.step.timed, self.step.call.q_THD.device
+        block = NEAR_BLOCK if self.near else 0
+        call = self.step.call._replace(work=work_of(timed, WIDE_TILES, block, device, True))
+        plan = lane_rows.plan_lane(call.work.tiles_X8.cpu().numpy(), 1, None, device, self.near)
+        fitting = lane_rows.lane_heads(64 * plan.num_blocks, timed.head_dim, NUM_KV_HEADS)
+        of_round, source = min(fitting, heads or fitting), LaneSource(self.planes, self.near)
+        rounds = range(0, NUM_KV_HEADS, of_round)
+
+        def fill() -> None:
+            for first in rounds:
+                lane_rows.fill_lane(call, source, lane, plan, first, min(of_round, NUM_KV_HEADS - first))
+
+        def attend() -> None:
+            for first in rounds:
+                count = min(of_round, NUM_KV_HEADS - first)
+                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count, form)
+
+        def both() -> None:
+            for first in rounds:
+                count = min(of_round, NUM_KV_HEADS - first)
+                lane_rows.fill_lane(call, source, lane, plan, first, count)
+                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count, form)
+
+        return {"lane": both, "fill": fill, "attend": attend}
+
+
+def plain_of(step: Step) -> Callable[[], object]:
+    """Return plain pages in warpgroups."""
+    return lambda: prefill_warpgroups.attend_prefill_warpgroups(
+        step.call, step.k_plane, step.v_plane, step.timed.page_tokens
+    )
+
+
+def parts_of(format_name: str, step_name: str) -> list[tuple[str, bool, bool, int | None, LaneForm | None]]:
+    """Return the ways in which a format is timed: name, near pages, scales apart, heads of a round, form."""
+    parts: list[tuple[str, bool, bool, int | None, LaneForm | None]] = [
+        (f"{heads} heads a round", False, False, heads, None) for heads in (8, 4, 2, 1)
+    ]
+    parts += [(f"near, {heads} heads a round", True, False, heads, None) for heads in (4, 2)]
+    if format_name in ("k8v4", "4bit_nc") and step_name != "2K":
+        parts += [(f"scaled, {heads} heads a round", False, True, heads, None) for heads in (8, 2)]
+        parts += [("no turns", False, False, 2, NO_TURNS)]
+    return parts
+
+
+STEPS = {
+    "8K": Timed(0, 8192),
+    "2K after 30K": Timed(30720, 2048),
+    "2K": Timed(0, 2048),
+    "8K, D 256": Timed(0, 8192, 256),
+    "8K, D 64": Timed(0, 8192, 64),
+}
+
+
+def time_all(only: str, seconds: float, say: Callable[[dict[str, Any]], None]) -> None:
+    """Time all steps and formats that `only` names in part, and say each figure at once."""
+    device, begin = torch.device("cuda"), time.monotonic()
+    for name, timed in STEPS.items():
+        step = make_timed(timed, device)
+        plain, head_dim = plain_of(step), timed.head_dim
+        lanes = {
+            is_scaled: lane_rows.make_lane(head_dim, device, torch.bfloat16 if is_scaled else None)
+            for is_scaled in (False, True)
+        }
+        for format_name, bits in FORMATS.items():
+            if only not in f"{name}, {format_name}" or (head_dim != 128 and format_name not in ("fp8", "4bit_nc")):
+                continue
+            if time.monotonic() - begin > seconds:
+                say({"stopped": "out of time"})
+                return
+            bf16 = measure(plain, step.num_flops)
+            say({"step": name, "form": f"bf16 pages, before {format_name}"} | bf16)
+            for has_near in (False, True):
+                timing = Timing.of(bits, step, has_near)
+                time_others(name, format_name, timing, bf16["ms"], say)
+                expected = step.call.out_TX.float()
+                for part, part_near, is_scaled, heads, form in parts_of(format_name, name):
+                    if part_near != has_near:
+                        continue
+                    found: dict[str, Any] = {"step": name, "format": format_name, "form": part}
+                    try:
+                        runs = timing.rows(lanes[is_scaled], heads, form)
+                        step.call.out_TX.fill_(float("nan"))
+                        runs["lane"]()
+                        out = step.call.out_TX.float()
+                        found["difference to old"] = float((out - expected).abs().max() / expected.abs().max())
+                        both = measure(runs["lane"], step.num_flops)
+                        found |= both | {"ratio": bf16["ms"] / both["ms"]}
+                        if heads in (8, 2):
+                            found["attend ms"] = measure(runs["attend"], step.num_flops)["ms"]
+                            found["fill ms"] = measure(runs["fill"], step.num_flops, 4.0)["ms"]
+                    except Exception as error:
+                        found["error"] = f"{type(error).__name__}: {error}"[-300:]
+                    say(found)
+            say({"step": name, "form": f"bf16 pages, after {format_name}"} | measure(plain, step.num_flops))
+
+
+def time_others(
+    name: str, format_name: str, timing: Timing, bf16_ms: float, say: Callable[[dict[str, Any]], None]
+) -> None:
+    """Time the present kernel, and the lane in Triton for some formats. The output is that of the present kernel."""
+    runs = {"old": timing.old()}
+    if format_name in ("k8v4", "4bit_nc") and timing.step.timed.head_dim == 128:
+        runs = {"lane in Triton": timing.triton(2)} | runs
+    for form, one in runs.items():
+        found: dict[str, Any] = {
+            "step": name,
+            "format": format_name,
+            "form": f"{form}{', near' if timing.near else ''}",
+        }
+        try:
+            one()
+            found |= measure(one, timing.step.num_flops)
+            say(found | {"ratio": bf16_ms / found["ms"]})
+        except Exception as error:
+            say(found | {"error": f"{type(error).__name__}: {error}"[-300:]})
+
+
+# --- processes
+
+
+def warm_names() -> list[str]:
+    """List what is compiled before the times, by kind, format and head dim: what takes longest first."""
+    names = [f"{kind}:{name}:128" for kind in ("rows", "near", "scaled", "no turns") for name in ("k8v4", "fp8")]
+    names = [name for name in names if name not in ("scaled:fp8:128", "no turns:fp8:128")]
+    names += [f"{kind}:{name}:{dim}" for dim in (256, 64) for kind in ("rows", "near") for name in ("4bit_nc", "fp8")]
+    names += [f"{kind}:{name}:128" for name in FORMATS for kind in ("old", "old near")]
+    names += [
+        f"{kind}:{name}:{dim}" for dim in (256, 64) for name in ("4bit_nc", "fp8") for kind in ("old", "old near")
+    ]
+    names += [f"{kind}:{name}:128" for name in ("k8v4", "4bit_nc") for kind in ("triton", "triton near")]
+    return [f"warm:{name}" for name in (*names, *(f"fill:{name}:128" for name in FORMATS))]
+
+
+def warm(name: str, device: torch.device) -> dict[str, Any]:
+    """Compile what is timed, by short steps of the same specializations."""
+    kind, format_name, dim = name.split(":")
+    step = make_timed(Timed(0, 512, int(dim)), device)
+    timing = Timing.of(FORMATS[format_name], step, "near" in kind)
+    if kind == "rows":
+        plain_of(step)()
+    if kind.startswith("old"):
+        timing.old()()
+    elif kind.startswith("triton"):
+        timing.triton(2)()
+    elif kind == "fill":
+        for has_near in (False, True):
+            timing = Timing.of(FORMATS[format_name], step, has_near)
+            for dtype in (None, torch.bfloat16):
+                timing.rows(lane_rows.make_lane(int(dim), device, dtype), 2)["fill"]()
+    else:
+        lane = lane_rows.make_lane(int(dim), device, torch.bfloat16 if kind == "scaled" else None)
+        timing.rows(lane, 2, NO_TURNS if kind == "no turns" else None)["lane"]()
+    torch.cuda.synchronize()
+    return {name: "compiled"}
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """Run one part and print lines of JSON."""
+
+    def say(found: dict[str, Any]) -> None:
+        print("FOUND " + json.dumps(found), flush=True)
+
+    torch.set_num_threads(1)  # many of these processes run at once
+    kind, _, name = arguments.child.partition(":")
+    device = torch.device(arguments.device)
+    if kind == "case":
+        judge(CASES[name], device, say)
+    elif kind == "warm":
+        say(warm(name, device))
+    else:
+        time_all(arguments.cases, arguments.seconds, say)
+
+
+def run_child(
+    name: str, arguments: argparse.Namespace, limit_seconds: float, on_found: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Run a part in a process; hand over what it finds at once, and return how it ended."""
+    command = [sys.executable, __file__, "--child", name, "--device", arguments.device, "--cases", arguments.cases]
+    command += ["--seconds", str(arguments.seconds)]
+    begin, variables = time.monotonic(), {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+    timer = threading.Timer(limit_seconds, process.kill)
+    timer.start()
+    others: list[str] = []
+    assert process.stdout is not None, "the pipe of the output"
+    for line in process.stdout:
+        if line.startswith("FOUND "):
+            on_found(json.loads(line.removeprefix("FOUND ")))
+        else:
+            others.append(line)
+    timer.cancel()
+    code, seconds = process.wait(), time.monotonic() - begin
+    end = {} if code == 0 else {"failed": code, "output": "".join(others)[-1500:]}
+    return end | {"seconds": seconds}
+
+
+def main() -> None:
+    """Parse the command line; run one part, or all of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of probe_lane2.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", default="", help="only cases, steps and formats whose names contain this")
+    parser.add_argument("--jobs", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of the times")
+    parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        child(arguments)
+        return
+    begin, record = time.monotonic(), {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        (arguments.out / "probe_lane2.json").write_text(json.dumps(record, indent=1))
+
+    def run(name: str) -> None:
+        found: dict[str, Any] = {}
+        end = run_child(name, arguments, CASE_SECONDS, found.update)
+        with lock:
+            record[name] = [found, end]
+            write()
+            print(f"[{time.monotonic() - begin:.0f} s] {name}  {shown(found)}  {shown(end)}", flush=True)
+
+    def time_one(found: dict[str, Any]) -> None:
+        record["times"].append(found)
+        write()
+        print(f"[{time.monotonic() - begin:.0f} s] {shown(found)}", flush=True)
+
+    lock = threading.Lock()
+    names = [] if arguments.no_times else warm_names()
+    names += [] if arguments.no_errors else [f"case:{name}" for name in CASES if arguments.cases in name]
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        for task in [pool.submit(run, name) for name in names]:
+            task.result()
+    if not arguments.no_times:
+        record["times"] = []
+        record["times"].append(run_child("times", arguments, arguments.seconds + 20, time_one))
+        write()
+    failed = [name for name, found in record.items() if not found or "failed" in found[-1] or is_wrong(found[0])]
+    print(f"{len(record) - len(failed)} of {len(record)} parts are right. Others: {failed}", flush=True)
+
+
+def is_wrong(found: dict[str, Any]) -> bool:
+    """Return True if an error is beyond its tolerance, or bits differ."""
+    values = [value for name, value in found.items() if name in ("odd lengths", "contexts", "splits")]
+    is_far = any(isinstance(value, str) or value > 1 for value in values)
+    return is_far or bool(found.get("heads")) or bool(found.get("cut"))
+
+
+if __name__ == "__main__":
+    main()
