@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from holdfast.kernels.attention.paged_attention import Scoring
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork, tile_rows, tiled_attention
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
+from holdfast.kernels.attention.tiled_attention import tile_rows, tiled_attention
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase

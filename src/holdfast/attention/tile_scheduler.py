@@ -21,7 +21,7 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 

@@ -21,7 +21,7 @@ from holdfast.families.grouped.declarations import (
 from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PairScales, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import Scoring
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
 
 WorkKey = tuple[TileKind, int | None]
 """What layers that share tile lists have in common: the kind of tiles, and the window."""
