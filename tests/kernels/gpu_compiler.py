@@ -258,7 +258,7 @@ def attention_of(
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(num_rows, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
     call = TileCall(q, numbers, work, scoring, partial, partial, out, 132)
-    large = tiled_attention.LargeKernel(takes_warpgroups, "the case says so")
+    large = tiled_attention.LargeKernel("warpgroups" if takes_warpgroups else "triton", "the case says so")
     tiled_attention.tiled_attention(call, plane, plane, page_tokens, large)
 
 

@@ -273,6 +273,7 @@ class PlainPages:
             large_rows=tile_rows(num_heads, num_kv_heads, large=True),
             small_programs_per_sm=small_programs(SMALL_BATCH_ROWS + 1)[0],
             large_programs_per_sm=self.large.programs_per_sm,
+            large_block_tokens=self.large.block_tokens,
             block_tokens=BLOCK_TOKENS,
             small_batch_rows=SMALL_BATCH_ROWS,
             small_batch_programs_per_sm=small_programs(SMALL_BATCH_ROWS)[0],

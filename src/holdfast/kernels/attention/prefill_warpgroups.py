@@ -34,6 +34,7 @@ from holdfast.kernels.triton_compat import (
     constexpr,
     gl,
     gluon_jit,
+    gluon_jit_counting,
     hopper,
     kernel_constant,
     next_power_of_two,
@@ -480,7 +481,7 @@ def _attend(
         _await_turn(HALF)
 
 
-@gluon_jit
+@gluon_jit_counting("table_stride", "window")
 def _attend_kernel(
     p_q, k_plane, v_plane, p_out, p_partial_out, p_partial_lse, p_pages, p_tiles, table_stride, p_sinks, inner, outer,
     window,

@@ -10,12 +10,17 @@ begins at the first token that its first row sees. The tokens between that and w
 sequence, because pages are freed by what a whole step sees. Large tiles of most layers on Hopper run in prefill_warpgroups.py.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.prefill_warpgroups import PREFILL_PROGRAMS_PER_SM, attend_prefill, declined_prefill
+from holdfast.kernels.attention.prefill_warpgroups import (
+    PREFILL_PROGRAMS_PER_SM,
+    attend_prefill,
+    declined_prefill,
+    prefill_block_tokens,
+)
 from holdfast.kernels.attention.split_kv import (
     LOG2_E,
     MERGE_BY_HEAD_ROWS,
@@ -29,7 +34,7 @@ from holdfast.kernels.attention.split_kv import (
     soft_capped,
 )
 from holdfast.kernels.attention.tile_work import TileCall
-from holdfast.kernels.geometry import LARGE_TILE
+from holdfast.kernels.geometry import BLOCK_TOKENS, LARGE_TILE
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, shared_bytes, tl
 
@@ -42,24 +47,24 @@ LARGE_PROGRAMS_PER_SM = 2
 class LargeKernel(NamedTuple):
     """The kernel of a layer's large tiles. It follows from the layer, its pages and the device, never from a step."""
 
-    is_warpgroups: bool
-    """True: prefill_warpgroups.py; False: the kernel of this file."""
+    name: Literal["warpgroups", "triton"]
+    """The kernel of prefill_warpgroups.py, or the one of this file."""
     reason: str
+    programs_per_sm: int = LARGE_PROGRAMS_PER_SM
+    block_tokens: int = BLOCK_TOKENS
+    """Splits of large tiles are multiples of so many tokens."""
 
-    @property
-    def programs_per_sm(self) -> int:
-        return PREFILL_PROGRAMS_PER_SM if self.is_warpgroups else LARGE_PROGRAMS_PER_SM
 
-
-TRITON_TILES = LargeKernel(False, "no other was chosen")
+TRITON_TILES = LargeKernel("triton", "no other kernel was chosen")
 
 
 def choose_large_kernel(k_plane_SKD: Tensor, page_tokens: int, num_heads: int, scale: float) -> LargeKernel:
     """Choose the kernel of a layer's large tiles: the one in warpgroups if it supports the layer."""
     declined = declined_prefill(k_plane_SKD, page_tokens, num_heads, scale)
     if declined is not None:
-        return LargeKernel(False, declined)
-    return LargeKernel(True, "it supports the layer, its pages and the GPU")
+        return TRITON_TILES._replace(reason=f"the kernel in warpgroups declines: {declined}")
+    tokens = prefill_block_tokens(k_plane_SKD.shape[2])
+    return LargeKernel("warpgroups", "it supports the layer, its pages and the GPU", PREFILL_PROGRAMS_PER_SM, tokens)
 
 
 class RowForm(NamedTuple):
@@ -109,7 +114,7 @@ def tiled_attention(
     for large in (False, True):
         if not (call.work.has_large if large else call.work.has_small):
             continue
-        if large and large_kernel.is_warpgroups:
+        if large and large_kernel.name == "warpgroups":
             attend_prefill(call, k_plane_SKD, v_plane_SKD, page_tokens)
             continue
         block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
