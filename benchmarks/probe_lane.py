@@ -37,7 +37,7 @@ from probe_prefill import NUM_HEADS, NUM_KV_HEADS, Step, Timed, make_timed, meas
 from holdfast.kernels.attention import quantized_attention, tiled_attention  # noqa: E402
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork  # noqa: E402
+from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from kernels.exactness import random  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -35,7 +35,7 @@ from prefill_warpgroups import PrefillForm  # noqa: E402
 
 from holdfast.kernels.attention import tiled_attention  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork  # noqa: E402
+from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
 from kernels.paged_cases import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     PagedCase,
     odd_sinks,
