@@ -28,32 +28,43 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import lane_attention  # noqa: E402
-import lane_rows  # noqa: E402
-import lane_warpgroups  # noqa: E402
-import prefill_warpgroups  # noqa: E402
-import probe_lane  # noqa: E402
 import torch  # noqa: E402
-from lane_rows import Lane, LaneSource  # noqa: E402
-from lane_warpgroups import LaneForm  # noqa: E402
-from probe_lane import FIRST_TOKENS, FORMATS, NEAR_BLOCK, PAGE_TOKENS, TOLERANCE, random_near, random_planes  # noqa: E402
-from probe_prefill import NUM_HEADS, NUM_KV_HEADS, Step, Timed, make_timed, shown  # noqa: E402
 
-from holdfast.kernels.attention import quantized_attention  # noqa: E402
+from holdfast.kernels.attention import (  # noqa: E402
+    lane_rows,
+    lane_warpgroups,
+    prefill_warpgroups,
+    quantized_attention,
+    tiled_attention,
+)
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource  # noqa: E402
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
-from holdfast.kernels.attention.tiled_attention import TileWork  # noqa: E402
+from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
+from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
+from holdfast.quant.formats import KVFormat  # noqa: E402
+from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
+from kernels.exactness import random  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.lane_cases import near_reference  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.lane_row_cases import by_rows, with_near  # noqa: E402  # pyright: ignore[reportMissingImports]
+from kernels.paged_cases import odd_sinks  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.quantized_kv_cases import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    TOLERANCE,
     Cut,
     QuantizedStep,
     cut_tiles,
+    quantized_step,
     run_tiles,
 )
 
 CASE_SECONDS = 60
+NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE = 64, 16, 16
+PAGE_TOKENS = 64
+FORMATS = {"fp8": (8, 8), "k8v4": (8, 4), "k5v4": (5, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 LARGE, SPLITS = Cut(large=True), Cut(large=True, splits=3)
-NO_TURNS = LaneForm(128, 2, takes_turns=False)
+NUM_HEADS, NUM_KV_HEADS = 64, 8
+PARTED = ("fp8", "k8v4", "4bit_nc", "3bit_nc")
+"""Formats whose kernels are timed alone too."""
 WIDE_TILES = 16
 """Rows of a tile of 8 heads."""
 
@@ -72,7 +83,6 @@ class Case(NamedTuple):
     near: int | None = None
     """First tokens beside near blocks; None: no near pages."""
     is_scaled: bool = False
-    form: LaneForm | None = None
     num_sms: int = 132
     has_bias: bool = False
 
@@ -103,12 +113,77 @@ CASES = {
     "pages of 16": Case((3, 3), page_tokens=16),
     "pages of 256": Case((8, 4), page_tokens=256),
     "few programs": Case(num_sms=3),
-    "no turns": Case(form=NO_TURNS),
-    "64 tokens": Case(form=LaneForm(64, 4)),
+    "D 80": Case((3, 3), 80, 1, 16),
+    "D 160": Case((8, 4), 160, 4),
+    "D 192, near": Case((4, 4), 192, 4, near=FIRST_TOKENS),
 }
 
 
+class Timed(NamedTuple):
+    """One timed step: rows of one sequence after a context, over scattered pages."""
+
+    start: int
+    num_rows: int
+    head_dim: int = 128
+    page_tokens: int = 16
+
+
+class Step(NamedTuple):
+    """One sequence's step on the device."""
+
+    call: TileCall
+    k_plane: torch.Tensor
+    v_plane: torch.Tensor
+    timed: Timed
+
+    @property
+    def num_flops(self) -> float:
+        pairs = self.timed.num_rows * self.timed.start + self.timed.num_rows * (self.timed.num_rows + 1) / 2
+        return 4.0 * NUM_HEADS * self.timed.head_dim * pairs
+
+
+def make_timed(timed: Timed, device: torch.device) -> Step:
+    """Make planes, a shuffled page table and the tile list of a step, longest tiles first."""
+    end, page = timed.start + timed.num_rows, timed.page_tokens
+    num_pages = -(-end // page)
+    shape = (num_pages * page, NUM_KV_HEADS, timed.head_dim)
+    k_plane, v_plane = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(timed.num_rows, NUM_HEADS, timed.head_dim, device=device, dtype=torch.bfloat16)
+    table = torch.zeros(1, 8192, dtype=torch.int32)
+    table[0, :num_pages] = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
+    height = tiled_attention.tile_rows(NUM_HEADS, NUM_KV_HEADS, large=True)
+    work = work_of(timed, height, 0, device, reads_near=True)
+    out = torch.empty(timed.num_rows, NUM_HEADS * timed.head_dim, device=device, dtype=torch.bfloat16)
+    partial = torch.empty(1, NUM_HEADS * timed.head_dim, device=device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    scoring = Scoring(timed.head_dim**-0.5)
+    call = TileCall(q, table.to(device), work, scoring, partial, partial, out, num_sms)
+    return Step(call, k_plane, v_plane, timed)
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Return a finding in one line."""
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+    )
+
+
 # --- errors
+
+
+def make_step(case: Case, rows: list[tuple[int, int]], dtype: torch.dtype) -> QuantizedStep:
+    """Make a step over two key heads on scattered pages amid NaN."""
+    step = quantized_step(case.bits, rows, case.head_dim, case.group, 2, case.page_tokens, case.window, dtype)
+    step.softcap = case.softcap
+    step.sinks = odd_sinks(2 * case.group) if case.has_sinks else None
+    if case.window is not None:
+        step.poison, step.hole = float("nan"), 2**30
+    if case.has_bias:
+        step.bias, step.rope = (
+            random(2, case.head_dim, seed=3, scale=4.0),
+            (0.6 ** torch.arange(case.head_dim // 2), 1.2),
+        )
+    return step
 
 
 def steps_of(case: Case) -> dict[str, tuple[list[tuple[int, int]], list[Cut]]]:
@@ -133,7 +208,7 @@ def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, 
         tiles = cut_tiles(step, cuts)
     else:
         near, _, tiles = with_near(step, case.near, device, max(1, 128 // case.group))
-    attend = by_rows(near, is_scaled=case.is_scaled, form=case.form, **options)
+    attend = by_rows(near, is_scaled=case.is_scaled, **options)
     return run_tiles(step, tiles, device, attend, num_sms=case.num_sms)
 
 
@@ -150,7 +225,7 @@ def judge(case: Case, device: torch.device, say: Callable[[dict[str, Any]], None
     """Say the error of each step, and the elements that differ between lanes and between cuts."""
     dtype = getattr(torch, case.dtype)
     for name, (rows, cuts) in steps_of(case).items():
-        step = probe_lane.make_step(case, rows, dtype)  # type: ignore[arg-type]
+        step = make_step(case, rows, dtype)
         out, exact = run(case, step, cuts, device), exact_of(case, step, cuts)
         if bool(out.isfinite().all()):
             off, length = (x.view(-1, case.head_dim).norm(dim=-1) for x in (out.double() - exact, exact))
@@ -165,7 +240,7 @@ def judge(case: Case, device: torch.device, say: Callable[[dict[str, Any]], None
 
 def differing_cuts(case: Case, device: torch.device, dtype: torch.dtype) -> int:
     """Count elements of a prompt that change if its rows come in other steps."""
-    whole = probe_lane.make_step(case, [(70, 330)], dtype)  # type: ignore[arg-type]
+    whole = make_step(case, [(70, 330)], dtype)
     (k, v), outs = whole.tokens[0], []
     for counts in ((330,), (77, 253), (1, 200, 129)):
         parts, first = [], 70
@@ -179,6 +254,32 @@ def differing_cuts(case: Case, device: torch.device, dtype: torch.dtype) -> int:
 
 
 # --- times
+
+
+def random_planes(bits: tuple[int, int], head_dim: int, num_pages: int, device: torch.device) -> QuantizedPlanes:
+    """Make pages of any codes, finite e4m3 numbers and scales near one twentieth."""
+    storage = {}
+    for plane in KVFormat("any", "uint8", "uint8", *bits).planes(NUM_KV_HEADS, head_dim):
+        shape, dtype = (num_pages * PAGE_TOKENS, *plane.token_shape), getattr(torch, plane.dtype)
+        if dtype == torch.float16:
+            storage[plane.name] = torch.rand(shape, device=device).mul(0.06).add(0.02).half()
+        elif bits[plane.name[0] == "v"] == 8:
+            numbers = torch.randint(0, 120, shape, device=device) | (torch.randint(0, 2, shape, device=device) << 7)
+            storage[plane.name] = numbers.to(torch.uint8).view(dtype)
+        else:
+            storage[plane.name] = torch.randint(0, 256, shape, device=device).to(torch.uint8).view(dtype)
+    table = rotation_table(head_dim, torch.bfloat16, device)
+    return QuantizedPlanes.of(storage.__getitem__, *bits, head_dim, PAGE_TOKENS, table)
+
+
+def random_near(timed: Timed, device: torch.device) -> NearPages:
+    """Make near pages of all tokens of a step."""
+    num_pages = -(-(timed.start + timed.num_rows) // NEAR_PAGE)
+    shape = (num_pages * NEAR_PAGE, NUM_KV_HEADS, timed.head_dim)
+    k_plane, v_plane = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    table = torch.zeros(1, 8192, dtype=torch.int32, device=device)
+    table[0, :num_pages] = torch.randperm(num_pages, device=device)
+    return NearPages(k_plane, v_plane, table, NEAR_PAGE, NEAR_BLOCK, FIRST_TOKENS)
 
 
 def measure(run: Callable[[], object], num_flops: float, milliseconds: float = 12.0) -> dict[str, float]:
@@ -249,28 +350,16 @@ class Timing(NamedTuple):
         call = self.step.call._replace(work=work_of(self.step.timed, rows, block, self.step.call.q_THD.device, False))
         return lambda: quantized_attention.quantized_attention(call, self.planes, self.near)
 
-    def triton(self, heads: int | None = None) -> Callable[[], object]:
-        """Return the lane in Triton."""
-        timed, device = self.step.timed, self.step.call.q_THD.device
-        launches = probe_lane.Launches(
-            self.step.call,
-            self.planes,
-            self.near,
-            lane_attention.make_lane(timed.head_dim, torch.bfloat16, device),
-            timed,
-        )
-        return launches.by_lane(None, heads)["lane"]
-
-    def rows(
-        self, lane: Lane, heads: int | None = None, form: LaneForm | None = None
-    ) -> dict[str, Callable[[], object]]:
+    def rows(self, lane: Lane, heads: int | None = None) -> dict[str, Callable[[], object]]:
         """Return the lane in warpgroups, and each of its kernels alone, in all rounds."""
         timed, device = self.step.timed, self.step.call.q_THD.device
         block = NEAR_BLOCK if self.near else 0
         call = self.step.call._replace(work=work_of(timed, WIDE_TILES, block, device, True))
         plan = lane_rows.plan_lane(call.work.tiles_X8.cpu().numpy(), 1, None, device, self.near)
         fitting = lane_rows.lane_heads(64 * plan.num_blocks, timed.head_dim, NUM_KV_HEADS)
-        of_round, source = min(fitting, heads or fitting), LaneSource(self.planes, self.near)
+        if heads is not None and heads > max(1, fitting):
+            return {}
+        of_round, source = heads or fitting, LaneSource(self.planes, self.near)
         rounds = range(0, NUM_KV_HEADS, of_round)
 
         def fill() -> None:
@@ -280,33 +369,30 @@ class Timing(NamedTuple):
         def attend() -> None:
             for first in rounds:
                 count = min(of_round, NUM_KV_HEADS - first)
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count, form)
+                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
 
         def both() -> None:
             for first in rounds:
                 count = min(of_round, NUM_KV_HEADS - first)
                 lane_rows.fill_lane(call, source, lane, plan, first, count)
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count, form)
+                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
 
         return {"lane": both, "fill": fill, "attend": attend}
 
 
 def plain_of(step: Step) -> Callable[[], object]:
     """Return plain pages in warpgroups."""
-    return lambda: prefill_warpgroups.attend_prefill_warpgroups(
-        step.call, step.k_plane, step.v_plane, step.timed.page_tokens
-    )
+    return lambda: prefill_warpgroups.attend_prefill(step.call, step.k_plane, step.v_plane, step.timed.page_tokens)
 
 
-def parts_of(format_name: str, step_name: str) -> list[tuple[str, bool, bool, int | None, LaneForm | None]]:
+def parts_of(format_name: str, step_name: str) -> list[tuple[str, bool, bool, int]]:
     """Return the ways in which a format is timed: name, near pages, scales apart, heads of a round, form."""
-    parts: list[tuple[str, bool, bool, int | None, LaneForm | None]] = [
-        (f"{heads} heads a round", False, False, heads, None) for heads in (8, 4, 2, 1)
+    parts: list[tuple[str, bool, bool, int]] = [
+        (f"{heads} heads a round", False, False, heads) for heads in (8, 4, 2, 1)
     ]
-    parts += [(f"near, {heads} heads a round", True, False, heads, None) for heads in (4, 2)]
+    parts += [(f"near, {heads} heads a round", True, False, heads) for heads in (4, 2, 1)]
     if format_name in ("k8v4", "4bit_nc") and step_name != "2K":
-        parts += [(f"scaled, {heads} heads a round", False, True, heads, None) for heads in (8, 2)]
-        parts += [("no turns", False, False, 2, NO_TURNS)]
+        parts += [(f"scaled, {heads} heads a round", False, True, heads) for heads in (8, 2)]
     return parts
 
 
@@ -341,19 +427,21 @@ def time_all(only: str, seconds: float, say: Callable[[dict[str, Any]], None]) -
                 timing = Timing.of(bits, step, has_near)
                 time_others(name, format_name, timing, bf16["ms"], say)
                 expected = step.call.out_TX.float()
-                for part, part_near, is_scaled, heads, form in parts_of(format_name, name):
+                for part, part_near, is_scaled, heads in parts_of(format_name, name):
                     if part_near != has_near:
                         continue
                     found: dict[str, Any] = {"step": name, "format": format_name, "form": part}
                     try:
-                        runs = timing.rows(lanes[is_scaled], heads, form)
+                        runs = timing.rows(lanes[is_scaled], heads)
+                        if not runs:
+                            continue  # so many heads do not fit
                         step.call.out_TX.fill_(float("nan"))
                         runs["lane"]()
                         out = step.call.out_TX.float()
                         found["difference to old"] = float((out - expected).abs().max() / expected.abs().max())
                         both = measure(runs["lane"], step.num_flops)
                         found |= both | {"ratio": bf16["ms"] / both["ms"]}
-                        if heads in (8, 2):
+                        if heads in (8, 2) and format_name in PARTED:
                             found["attend ms"] = measure(runs["attend"], step.num_flops)["ms"]
                             found["fill ms"] = measure(runs["fill"], step.num_flops, 4.0)["ms"]
                     except Exception as error:
@@ -367,8 +455,6 @@ def time_others(
 ) -> None:
     """Time the present kernel, and the lane in Triton for some formats. The output is that of the present kernel."""
     runs = {"old": timing.old()}
-    if format_name in ("k8v4", "4bit_nc") and timing.step.timed.head_dim == 128:
-        runs = {"lane in Triton": timing.triton(2)} | runs
     for form, one in runs.items():
         found: dict[str, Any] = {
             "step": name,
@@ -388,14 +474,13 @@ def time_others(
 
 def warm_names() -> list[str]:
     """List what is compiled before the times, by kind, format and head dim: what takes longest first."""
-    names = [f"{kind}:{name}:128" for kind in ("rows", "near", "scaled", "no turns") for name in ("k8v4", "fp8")]
-    names = [name for name in names if name not in ("scaled:fp8:128", "no turns:fp8:128")]
+    names = [f"{kind}:{name}:128" for kind in ("rows", "near", "scaled") for name in ("k8v4", "fp8")]
+    names.remove("scaled:fp8:128")
     names += [f"{kind}:{name}:{dim}" for dim in (256, 64) for kind in ("rows", "near") for name in ("4bit_nc", "fp8")]
     names += [f"{kind}:{name}:128" for name in FORMATS for kind in ("old", "old near")]
     names += [
         f"{kind}:{name}:{dim}" for dim in (256, 64) for name in ("4bit_nc", "fp8") for kind in ("old", "old near")
     ]
-    names += [f"{kind}:{name}:128" for name in ("k8v4", "4bit_nc") for kind in ("triton", "triton near")]
     return [f"warm:{name}" for name in (*names, *(f"fill:{name}:128" for name in FORMATS))]
 
 
@@ -408,8 +493,6 @@ def warm(name: str, device: torch.device) -> dict[str, Any]:
         plain_of(step)()
     if kind.startswith("old"):
         timing.old()()
-    elif kind.startswith("triton"):
-        timing.triton(2)()
     elif kind == "fill":
         for has_near in (False, True):
             timing = Timing.of(FORMATS[format_name], step, has_near)
@@ -417,7 +500,7 @@ def warm(name: str, device: torch.device) -> dict[str, Any]:
                 timing.rows(lane_rows.make_lane(int(dim), device, dtype), 2)["fill"]()
     else:
         lane = lane_rows.make_lane(int(dim), device, torch.bfloat16 if kind == "scaled" else None)
-        timing.rows(lane, 2, NO_TURNS if kind == "no turns" else None)["lane"]()
+        timing.rows(lane, 2)["lane"]()
     torch.cuda.synchronize()
     return {name: "compiled"}
 

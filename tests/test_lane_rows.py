@@ -1,11 +1,11 @@
-"""Rows of the lane (benchmarks/lane_rows.py) against plain torch, and attention over them against float64."""
+"""Rows of the lane  against plain torch, and attention over them against float64."""
 
 import torch
 
 from for_each import for_each
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from kernels.exactness import same_bits
 from kernels.lane_cases import near_reference
 from kernels.lane_row_cases import Lane, LaneSource, by_rows, lane_rows, with_near

@@ -1,26 +1,20 @@
-"""Steps whose large tiles go through rows of the lane (benchmarks/lane_rows.py), amid NaN and red zones, with near tokens in place."""
+"""Steps whose large tiles go through rows of the lane , amid NaN and red zones, with near tokens in place."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
+from holdfast.kernels.attention import lane_rows, lane_warpgroups
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from kernels.lane_cases import near_pages, near_tiles
 from kernels.quantized_kv_cases import QuantizedStep
 from kernels.tiled_cases import Tiles
 from scratch_memory import Memory
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-
-import lane_rows
-import lane_warpgroups
-from lane_rows import Lane, LaneSource
 
 Attend = Callable[[TileCall, QuantizedPlanes], torch.Tensor]
 
@@ -29,7 +23,6 @@ def by_rows(
     near: NearPages | None = None,
     heads: int | None = None,
     is_scaled: bool = False,
-    form: lane_warpgroups.LaneForm | None = None,
     more_rows: int = 0,
     fill: Callable[..., None] = lane_rows.fill_lane,
 ) -> Attend:
@@ -52,7 +45,7 @@ def by_rows(
             if device.type == "cpu":
                 lane_warpgroups.attend_lane_reference(call, source, lane, plan, first, count)
             else:
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count, form)
+                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
         memory.check()
         if call.work.has_merge:
             quantized_attention(call._replace(work=replace(call.work, has_small=False, has_large=False)), planes, near)

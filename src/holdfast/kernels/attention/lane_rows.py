@@ -33,7 +33,7 @@ from holdfast.kernels.attention.dequantize import (
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, QuantizedPlanes, bytes_at, key_codes
 from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (

@@ -22,13 +22,20 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from lane_rows import Lane, LanePlan, LaneSource
-from prefill_warpgroups import (
+from torch import Tensor
+
+from holdfast.kernels.attention.dequantize import LOG2_ASM
+from holdfast.kernels.attention.lane_rows import Lane, LanePlan, LaneSource
+from holdfast.kernels.attention.prefill_warpgroups import (
+    COPY_REGISTERS,
     COPY_WARPS,
     HEIGHT,
     PANEL,
+    REGISTERS,
+    STAGES,
     STOP_ASM,
     _await_turn,
+    _block_d,
     _blocks_of,
     _elements_of,
     _exp2,
@@ -37,13 +44,17 @@ from prefill_warpgroups import (
     _place_of,
     _seen_scores,
     _sum_tokens,
+    prefill_block_tokens,
 )
-
-from holdfast.kernels.attention.dequantize import LOG2_ASM
 from holdfast.kernels.attention.split_kv import LOG2_E, NUM_TILE_FIELDS, PER_NAT
-from holdfast.kernels.attention.tiled_attention import TileCall
-from holdfast.kernels.geometry import BLOCK_TOKENS, LARGE_TILE
-from holdfast.kernels.latent.latent_warpgroups import first_tile, launch_dependents, load_tile, wait_for_kernels_before
+from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.attention.warpgroup_tiles import (
+    first_tile,
+    launch_dependents,
+    load_tile,
+    wait_for_kernels_before,
+)
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     TensorDescriptor,
@@ -59,7 +70,6 @@ from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
 # Triton cannot unpack into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
 
-HEAD_DIMS = (64, 96, 128, 256)
 LANE_TOKENS = kernel_constant(BLOCK_TOKENS)
 """Tokens of a copy: what lies side by side in the lane."""
 NUM_SCALES = kernel_constant(3)
@@ -69,25 +79,6 @@ OUTSIDE = kernel_constant(-(2**20))
 """Row before the lane: a copy from there gives zeros."""
 
 
-class LaneForm(NamedTuple):
-    """Sizes of the kernel that do not change results, and `tokens`, which changes their rounding."""
-
-    tokens: int
-    """Tokens of a block."""
-    stages: int
-    """Blocks of keys, and of values, in shared memory."""
-    registers: int = 232
-    """Registers of a multiplying thread."""
-    copy_registers: int = 40
-    takes_turns: bool = True
-    """The warpgroups issue products in turn, so one computes exponentials while the other multiplies."""
-
-
-def lane_form(head_dim: int) -> LaneForm:
-    """Return the form that is expected to be fastest; not measured yet."""
-    return LaneForm(64, 2) if head_dim > 128 else LaneForm(128, 2)
-
-
 def attend_lane_warpgroups(
     call: TileCall,
     source: LaneSource,
@@ -95,11 +86,9 @@ def attend_lane_warpgroups(
     plan: LanePlan,
     first_head: int,
     num_heads: int,
-    form: LaneForm | None = None,
 ) -> None:
     """Launch the large tiles of query heads that share KV heads [first_head, first_head + num_heads), without the merge."""
     (_, num_query_heads, head_dim), planes = call.q_THD.shape, source.planes
-    form = form or lane_form(head_dim)
     scale, window, sinks_H, softcap = call.scoring
     is_scaled = lane.scales_3L is not None
     assert not (is_scaled and softcap is not None), "scores are not capped before their scale"
@@ -111,10 +100,9 @@ def attend_lane_warpgroups(
         call.out_TX, *call.partials, call.work.tiles_X8, plan.starts_2N, plan.starts_2N.stride(0), sinks_H, inner,
         outer * LOG2_E, window or 0, hadamard_block(head_dim) ** -0.5, first_head, num_heads, plan.num_blocks,
         len(lane.k_LD), NUM_HEADS=num_query_heads, GROUP=num_query_heads // planes.num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=128 if head_dim == 96 else head_dim, NEAR_BLOCK=near_block, ROTATED=planes.rotates_values,
+        BLOCK_D=_block_d(head_dim), HADAMARD=hadamard_block(head_dim), NEAR_BLOCK=near_block, ROTATED=planes.rotates_values,
         HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None, HAS_CAP=softcap is not None, SCALED=is_scaled,
-        TOKENS=form.tokens, STAGES=form.stages, REGISTERS=form.registers, COPY_REGISTERS=form.copy_registers,
-        TURNS=form.takes_turns, num_warps=4, **pdl_flags(call.q_THD),
+        TOKENS=prefill_block_tokens(head_dim), num_warps=4, **pdl_flags(call.q_THD),
     )  # fmt: skip
 
 
@@ -157,7 +145,7 @@ def attend_lane_reference(
             call.partial_lse_CH[places, heads] = lse_nG * LOG2_E
 
 
-def _describe(rows_LD: torch.Tensor) -> object:
+def _describe(rows_LD: Tensor) -> object:
     """Describe boxes of LANE_TOKENS rows x 64 columns. Columns after an odd head dim are copied as zeros."""
     return TensorDescriptor.from_tensor(rows_LD, [BLOCK_TOKENS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
 
@@ -222,14 +210,13 @@ def _row_of(n, seen, high, own, codes_row, near_row, NEAR_BLOCK: constexpr):
 def _copy(
     k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, num_heads, lane_blocks, capacity, s_k, s_v, s_scales,
     k_filled, k_freed, v_filled, v_freed,
-    HEAD_DIM: constexpr, NEAR_BLOCK: constexpr, HAS_WINDOW: constexpr, SCALED: constexpr,
+    NEAR_BLOCK: constexpr, HAS_WINDOW: constexpr, SCALED: constexpr,
 ):  # fmt: skip
     """Copy the blocks of all of this program's tiles."""
-    STAGES: constexpr = s_k.shape[0]
     TOKENS: constexpr = s_k.shape[1]
     NUM_BOXES: constexpr = TOKENS // LANE_TOKENS
-    NUM_PANELS: constexpr = (HEAD_DIM + PANEL - 1) // PANEL
-    PLACE_BOXES: constexpr = s_k.shape[2] // PANEL * NUM_BOXES
+    NUM_PANELS: constexpr = s_k.shape[2] // PANEL
+    PLACE_BOXES: constexpr = NUM_PANELS * NUM_BOXES
     NUM_BYTES: constexpr = NUM_BOXES * NUM_PANELS * k_rows.block_type.nbytes
     SCALE_BYTES: constexpr = NUM_BOXES * NUM_SCALES * LANE_TOKENS * 4 if SCALED else 0
     s_k_boxes = s_k._reinterpret(s_k.dtype, [STAGES * PLACE_BOXES, LANE_TOKENS, PANEL], k_rows.layout)
@@ -251,7 +238,7 @@ def _copy(
             n = begin + i_block * TOKENS
             o_row_0 = _row_of(n, seen, high, own, codes_row, near_row, NEAR_BLOCK)
             o_row_1 = _row_of(n + LANE_TOKENS, seen, high, own, codes_row, near_row, NEAR_BLOCK)
-            place, phase = _place_of(count + i_block, STAGES)
+            place, phase = _place_of(count + i_block)
             bar = k_filled.index(place)
             hopper.mbarrier.wait(k_freed.index(place), phase ^ 1)
             hopper.mbarrier.expect(bar, NUM_BYTES + SCALE_BYTES)
@@ -358,11 +345,10 @@ def _soft_block(
 def _attend(
     p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_kv_head,
     num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
-    HALF: constexpr, NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROTATED: constexpr,
-    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr, TURNS: constexpr,
+    HALF: constexpr, NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROTATED: constexpr, HADAMARD: constexpr,
+    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
 ):  # fmt: skip
     """Attend 64 rows times heads of all of this program's tiles: the first or second half of each."""
-    STAGES: constexpr = s_k.shape[0]
     TOKENS: constexpr = s_k.shape[1]
     BLOCK_D: constexpr = s_k.shape[2]
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -379,7 +365,7 @@ def _attend(
     tile = _load_next(p_tiles, first, 0, num_rounds, num_heads)
     b_q = _load_queries(p_q, tile, first_kv_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
     count = 0  # blocks so far: select places of the ring
-    if TURNS and HALF == 1:
+    if HALF == 1:
         _give_turn(HALF)
     for i_round in range(num_rounds):
         row, num_rows, position, low, high, first_partial, num_splits, i_head = tile
@@ -396,7 +382,7 @@ def _attend(
         b_acc = gl.zeros([HEIGHT, BLOCK_D], gl.float32, out_layout)
         b_m = gl.full([HEIGHT], -float("inf"), gl.float32, row_layout)
         b_l = _sum_tokens(b_none)
-        place, phase = _place_of(count, STAGES)
+        place, phase = _place_of(count)
         hopper.mbarrier.wait(k_filled.index(place), phase)
         score = hopper.warpgroup_mma(s_rows, s_k.index(place).permute((1, 0)), b_none, use_acc=False, is_async=True)
         b_score = hopper.warpgroup_mma_wait(0, deps=[score])
@@ -406,16 +392,14 @@ def _attend(
         )  # fmt: skip
         b_p = gl.convert_layout(b_soft.to(s_v.dtype), p_layout)
         for i_block in range(1, num_blocks):
-            v_place, v_phase = _place_of(count + i_block - 1, STAGES)
-            place, phase = _place_of(count + i_block, STAGES)
+            v_place, v_phase = _place_of(count + i_block - 1)
+            place, phase = _place_of(count + i_block)
             hopper.mbarrier.wait(k_filled.index(place), phase)
-            if TURNS:
-                _await_turn(HALF)
+            _await_turn(HALF)
             score = hopper.warpgroup_mma(s_rows, s_k.index(place).permute((1, 0)), b_none, use_acc=False, is_async=True)
             hopper.mbarrier.wait(v_filled.index(v_place), v_phase)
             acc = hopper.warpgroup_mma(b_p, s_v.index(v_place), b_acc, is_async=True)
-            if TURNS:
-                _give_turn(HALF)
+            _give_turn(HALF)
             b_score = hopper.warpgroup_mma_wait(1, deps=[score])
             b_soft, b_alpha, b_m, b_l = _soft_block(
                 b_score, b_m, b_l, s_scales, place, k_freed, begin + i_block * TOKENS, o_m // GROUP, seen, first_clear,
@@ -428,7 +412,7 @@ def _attend(
             b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, out_layout))[:, None]
             b_p = gl.convert_layout(b_soft.to(s_v.dtype), p_layout)
         count += num_blocks
-        v_place, v_phase = _place_of(count - 1, STAGES)
+        v_place, v_phase = _place_of(count - 1)
         hopper.mbarrier.wait(v_filled.index(v_place), v_phase)
         acc = hopper.warpgroup_mma(b_p, s_v.index(v_place), b_acc, is_async=True)
         if BLOCK_D <= 128:
@@ -448,7 +432,7 @@ def _attend(
         b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
         if first_partial < 0:
             if ROTATED:
-                b_out = _rotate(b_out, s_rotation, rotation_scale)
+                b_out = _rotate(b_out, s_rotation, rotation_scale, HADAMARD)
             # Through shared memory, so threads write whole lines.
             s_out.store(b_out.to(s_out.dtype))
             o_x, m_x = _elements_of(row, num_rows, first_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
@@ -466,7 +450,7 @@ def _attend(
         if BLOCK_D > 128:  # no registers are left earlier
             b_q = _load_queries(p_q, next_tile, first_kv_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
         tile = next_tile
-    if TURNS and HALF == 0:
+    if HALF == 0:
         _await_turn(HALF)
 
 
@@ -479,7 +463,7 @@ def _halves(b_x):
 
 
 @gluon_jit
-def _rotate(b_out, s_rotation, rotation_scale):
+def _rotate(b_out, s_rotation, rotation_scale, HADAMARD: constexpr):
     """Multiply outputs by the rotation of values."""
     HEIGHT_M: constexpr = b_out.shape[0]
     BLOCK_D: constexpr = b_out.shape[1]
@@ -491,16 +475,18 @@ def _rotate(b_out, s_rotation, rotation_scale):
         turned = hopper.warpgroup_mma(b_operand, s_rotation, b_none, use_acc=False, is_async=True)
         return hopper.warpgroup_mma_wait(0, deps=[turned]) * rotation_scale
     else:
-        # Of a Hadamard matrix of twice the side: [[H, H], [H, -H]].
+        # A Hadamard matrix of twice the side is [[H, H], [H, -H]]. Smaller ones lie along the diagonal of both halves alike.
         side_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
         operand_layout: constexpr = gl.DotOperandLayout(0, side_layout, 2)
         b_none = gl.zeros([HEIGHT_M, SIDE], gl.float32, side_layout)
         b_lower, b_upper = _halves(b_out)
-        b_plus = gl.convert_layout((b_lower + b_upper).to(s_rotation.dtype), operand_layout)
-        b_minus = gl.convert_layout((b_lower - b_upper).to(s_rotation.dtype), operand_layout)
-        turned = hopper.warpgroup_mma(b_plus, s_rotation, b_none, use_acc=False, is_async=True)
+        if HADAMARD == BLOCK_D:
+            b_lower, b_upper = b_lower + b_upper, b_lower - b_upper
+        b_first = gl.convert_layout(b_lower.to(s_rotation.dtype), operand_layout)
+        b_second = gl.convert_layout(b_upper.to(s_rotation.dtype), operand_layout)
+        turned = hopper.warpgroup_mma(b_first, s_rotation, b_none, use_acc=False, is_async=True)
         b_lower = hopper.warpgroup_mma_wait(0, deps=[turned]) * rotation_scale
-        turned = hopper.warpgroup_mma(b_minus, s_rotation, b_none, use_acc=False, is_async=True)
+        turned = hopper.warpgroup_mma(b_second, s_rotation, b_none, use_acc=False, is_async=True)
         b_upper = hopper.warpgroup_mma_wait(0, deps=[turned]) * rotation_scale
         b_both = gl.join(b_lower, b_upper).permute((0, 2, 1)).reshape([HEIGHT_M, BLOCK_D])
         return gl.convert_layout(b_both, layout)
@@ -526,8 +512,7 @@ def _attend_kernel(
     p_sinks, inner, outer, window, rotation_scale, first_head, num_heads, lane_blocks, capacity,
     NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr, NEAR_BLOCK: constexpr,
     ROTATED: constexpr, HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
-    TOKENS: constexpr, STAGES: constexpr, REGISTERS: constexpr, COPY_REGISTERS: constexpr, TURNS: constexpr,
-    PDL: constexpr,
+    TOKENS: constexpr, HADAMARD: constexpr, PDL: constexpr,
 ):  # fmt: skip
     SIDE: constexpr = BLOCK_D if BLOCK_D <= 128 else 128
     shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -561,14 +546,14 @@ def _attend_kernel(
     gl.warp_specialize([(_attend, (
         p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_head,
         num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
-        0, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED, TURNS,
+        0, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
     )), (_attend, (
         p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_head,
         num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
-        1, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED, TURNS,
+        1, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
     )), (_copy, (
         k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, num_heads, lane_blocks, capacity,
-        s_k, s_v, s_boxes, k_filled, k_freed, v_filled, v_freed, HEAD_DIM, NEAR_BLOCK, HAS_WINDOW, SCALED,
+        s_k, s_v, s_boxes, k_filled, k_freed, v_filled, v_freed, NEAR_BLOCK, HAS_WINDOW, SCALED,
     ))], [4, COPY_WARPS], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(k_filled.index(i))
