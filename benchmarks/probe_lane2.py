@@ -42,11 +42,12 @@ from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
+from holdfast.kernels.geometry import lane_geometry  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from kernels.exactness import random  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.lane_cases import near_reference  # noqa: E402  # pyright: ignore[reportMissingImports]
-from kernels.lane_row_cases import by_rows, with_near  # noqa: E402  # pyright: ignore[reportMissingImports]
+from kernels.lane_row_cases import by_rows, with_lane, with_near  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.paged_cases import odd_sinks  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.quantized_kv_cases import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     TOLERANCE,
@@ -61,7 +62,7 @@ CASE_SECONDS = 60
 NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE = 64, 16, 16
 PAGE_TOKENS = 64
 FORMATS = {"fp8": (8, 8), "k8v4": (8, 4), "k5v4": (5, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
-LARGE, SPLITS = Cut(large=True), Cut(large=True, splits=3)
+LARGE = Cut(large=True)
 NUM_HEADS, NUM_KV_HEADS = 64, 8
 PARTED = ("fp8", "k8v4", "4bit_nc", "3bit_nc")
 """Formats whose kernels are timed alone too."""
@@ -191,7 +192,7 @@ def steps_of(case: Case) -> dict[str, tuple[list[tuple[int, int]], list[Cut]]]:
     steps = {
         "odd lengths": ([(0, 200), (0, 1), (5, 70), (0, 129)], 4 * [LARGE]),
         "contexts": ([(127, 40), (500, 90), (383, 1)], 3 * [LARGE]),
-        "splits": ([(300, 20), (0, 150), (64, 65), (90, 1)], [SPLITS, SPLITS, Cut(large=True, bounds=(64,)), Cut()]),
+        "beside small tiles": ([(300, 20), (0, 150), (64, 65), (90, 1)], [LARGE, LARGE, LARGE, Cut()]),
     }
     if case.near is not None:
         return {name: steps[name] for name in ("odd lengths", "contexts")}
@@ -199,6 +200,14 @@ def steps_of(case: Case) -> dict[str, tuple[list[tuple[int, int]], list[Cut]]]:
 
 
 Attend = Callable[..., torch.Tensor]
+
+
+def make_lane(head_dim: int, device: torch.device, scaled_dtype: torch.dtype | None = None) -> Lane:
+    """Allocate a lane; `scaled_dtype`: the type of queries, if scales lie apart."""
+    num_rows = 64 * lane_geometry(NUM_HEADS, NUM_KV_HEADS, head_dim).num_blocks
+    k_LD = torch.empty(num_rows, head_dim, dtype=scaled_dtype or torch.float16, device=device)
+    v_LD = torch.empty(num_rows, head_dim, dtype=torch.float16, device=device)
+    return Lane(k_LD, v_LD, torch.empty(3, num_rows, device=device) if scaled_dtype else None)
 
 
 def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, **options: Any) -> torch.Tensor:
@@ -355,8 +364,10 @@ class Timing(NamedTuple):
         timed, device = self.step.timed, self.step.call.q_THD.device
         block = NEAR_BLOCK if self.near else 0
         call = self.step.call._replace(work=work_of(timed, WIDE_TILES, block, device, True))
-        plan = lane_rows.plan_lane(call.work.tiles_X8.cpu().numpy(), 1, None, device, self.near)
-        fitting = lane_rows.lane_heads(64 * plan.num_blocks, timed.head_dim, NUM_KV_HEADS)
+        call = with_lane(call, self.near, NUM_KV_HEADS)
+        assert call.work.lane is not None, "with_lane adds it"
+        (plan,) = call.work.lane.rounds
+        fitting = lane_geometry(NUM_HEADS, NUM_KV_HEADS, timed.head_dim).heads(plan.num_blocks)
         if heads is not None and heads > max(1, fitting):
             return {}
         of_round, source = heads or fitting, LaneSource(self.planes, self.near)
@@ -369,13 +380,13 @@ class Timing(NamedTuple):
         def attend() -> None:
             for first in rounds:
                 count = min(of_round, NUM_KV_HEADS - first)
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
+                lane_warpgroups.attend_lane(call, source, lane, plan, first, count)
 
         def both() -> None:
             for first in rounds:
                 count = min(of_round, NUM_KV_HEADS - first)
                 lane_rows.fill_lane(call, source, lane, plan, first, count)
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
+                lane_warpgroups.attend_lane(call, source, lane, plan, first, count)
 
         return {"lane": both, "fill": fill, "attend": attend}
 
@@ -412,8 +423,7 @@ def time_all(only: str, seconds: float, say: Callable[[dict[str, Any]], None]) -
         step = make_timed(timed, device)
         plain, head_dim = plain_of(step), timed.head_dim
         lanes = {
-            is_scaled: lane_rows.make_lane(head_dim, device, torch.bfloat16 if is_scaled else None)
-            for is_scaled in (False, True)
+            is_scaled: make_lane(head_dim, device, torch.bfloat16 if is_scaled else None) for is_scaled in (False, True)
         }
         for format_name, bits in FORMATS.items():
             if only not in f"{name}, {format_name}" or (head_dim != 128 and format_name not in ("fp8", "4bit_nc")):
@@ -497,9 +507,9 @@ def warm(name: str, device: torch.device) -> dict[str, Any]:
         for has_near in (False, True):
             timing = Timing.of(FORMATS[format_name], step, has_near)
             for dtype in (None, torch.bfloat16):
-                timing.rows(lane_rows.make_lane(int(dim), device, dtype), 2)["fill"]()
+                timing.rows(make_lane(int(dim), device, dtype), 2)["fill"]()
     else:
-        lane = lane_rows.make_lane(int(dim), device, torch.bfloat16 if kind == "scaled" else None)
+        lane = make_lane(int(dim), device, torch.bfloat16 if kind == "scaled" else None)
         timing.rows(lane, 2)["lane"]()
     torch.cuda.synchronize()
     return {name: "compiled"}
@@ -595,7 +605,7 @@ def main() -> None:
 
 def is_wrong(found: dict[str, Any]) -> bool:
     """Return True if an error is beyond its tolerance, or bits differ."""
-    values = [value for name, value in found.items() if name in ("odd lengths", "contexts", "splits")]
+    values = [value for name, value in found.items() if name in ("odd lengths", "contexts", "beside small tiles")]
     is_far = any(isinstance(value, str) or value > 1 for value in values)
     return is_far or bool(found.get("heads")) or bool(found.get("cut"))
 

@@ -8,7 +8,7 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tile_work import TileCall
 from kernels.exactness import same_bits
 from kernels.lane_cases import near_reference
-from kernels.lane_row_cases import Lane, LaneSource, by_rows, lane_rows, with_near
+from kernels.lane_row_cases import Lane, LaneSource, by_rows, lane_rows, with_lane, with_near
 from kernels.paged_cases import odd_sinks
 from kernels.quantized_kv_cases import (
     BITS,
@@ -25,7 +25,7 @@ from kernels.tiled_cases import Tiles
 
 pytestmark = QUIET
 CPU = torch.device("cpu")
-LARGE, HALVES = Cut(large=True), Cut(large=True, splits=2)
+LARGE = Cut(large=True)
 
 
 def lane_of(step: QuantizedStep, tiles: Tiles, near: NearPages | None, fill) -> Lane:
@@ -33,11 +33,13 @@ def lane_of(step: QuantizedStep, tiles: Tiles, near: NearPages | None, fill) -> 
     found = []
 
     def attend(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
-        plan = lane_rows.plan_lane(call.work.tiles_X8.numpy(), len(call.page_table_NP), call.scoring.window, CPU, near)
-        lane = lane_rows.make_lane(
-            planes.head_dim, CPU, None, 4 * planes.head_dim * 64 * planes.num_kv_heads * plan.num_blocks
-        )
-        fill(call, LaneSource(planes, near), lane, plan, 0, planes.num_kv_heads)
+        call = with_lane(call, near, planes.num_kv_heads)
+        assert call.work.lane is not None
+        (part,) = call.work.lane.rounds
+        num_blocks = planes.num_kv_heads * part.num_blocks
+        memory_E = torch.full((2 * num_blocks * 64 * planes.head_dim,), NAN, dtype=torch.float16)
+        lane = lane_rows.lane_of(memory_E, planes.head_dim, num_blocks)
+        fill(call, LaneSource(planes, near), lane, part, 0, planes.num_kv_heads)
         found.append(lane)
         return call.out_TX
 
@@ -66,7 +68,7 @@ def test_lane_near_rows_equal_reference(first, window):
 @for_each("bits", BITS)
 def test_attention_over_lane_rows_is_exact(bits):
     step = quantized_step(bits, [(60, 9), (0, 70)], 64, group=2, num_kv_heads=2)
-    tiles = cut_tiles(step, [HALVES, LARGE])
+    tiles = cut_tiles(step, [LARGE, LARGE])
     assert_near(run_tiles(step, tiles, CPU, by_rows(heads=1)), step.exact(), step)
 
 

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
+
+from holdfast.attention.lane_scheduler import LaneScheduler
 
 from holdfast.kernels.attention import lane_rows, lane_warpgroups
 from holdfast.kernels.attention.lane_rows import Lane, LaneSource
@@ -11,12 +14,36 @@ from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.geometry import LaneGeometry
 from kernels.lane_cases import near_pages, near_tiles
 from kernels.quantized_kv_cases import QuantizedStep
 from kernels.tiled_cases import Tiles
 from scratch_memory import Memory
 
 Attend = Callable[[TileCall, QuantizedPlanes], torch.Tensor]
+
+
+def with_lane(call: TileCall, near: NearPages | None, num_kv_heads: int) -> TileCall:
+    """The call with all of its large tiles in one round of the lane, as the scheduler would list their tokens."""
+    num_small, num_large = call.work.tiles_X8[0, :2].tolist()
+    rows: dict[int, list[int]] = {}
+    for table_row, row, count, position, *_ in call.work.tiles_X8[1 + num_small : 1 + num_small + num_large].tolist():
+        first_row, start, end = rows.get(table_row, (row, position, position))[:3]
+        rows[table_row] = [min(row, first_row), min(start, position), max(end, position + count)]
+    columns = [(table_row, row, end - start, start) for table_row, (row, start, end) in rows.items()]
+    near_block = 0 if near is None else near.block_tokens
+    lanes = LaneScheduler(
+        LaneGeometry(1, 2**20, num_kv_heads),
+        call.scoring.window,
+        len(call.page_table_NP),
+        1,
+        near_block,
+        call.q_THD.device,
+    )
+    columns_4N = np.array(columns, dtype=np.int64).T
+    groups = lanes.groups(columns_4N, np.ones(len(columns), dtype=np.bool_))
+    lane = lanes.fill(columns_4N, groups, [(1 + num_small, num_large)])
+    return call._replace(work=replace(call.work, lane=lane))
 
 
 def by_rows(
@@ -31,24 +58,21 @@ def by_rows(
     def attend(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
         device = call.q_THD.device
         memory, source, num_heads = Memory(device), LaneSource(planes, near), heads or planes.num_kv_heads
-        tiles, num_tables = call.work.tiles_X8.cpu().numpy(), len(call.page_table_NP)
-        plan = lane_rows.plan_lane(tiles, num_tables, call.scoring.window, device, near)
-        num_rows = 64 * num_heads * max(1, plan.num_blocks) + more_rows
+        if call.work.has_small:
+            quantized_attention(call._replace(work=replace(call.work, has_large=False)), planes, near)
+        call = with_lane(call, near, planes.num_kv_heads)
+        assert call.work.lane is not None
+        (part,) = call.work.lane.rounds
+        num_rows = 64 * num_heads * part.num_blocks + more_rows
         k_LD = memory.take("k", num_rows, planes.head_dim, dtype=call.q_THD.dtype if is_scaled else torch.float16)
         v_LD = memory.take("v", num_rows, planes.head_dim, dtype=torch.float16)
         lane = Lane(k_LD, v_LD, memory.take("scales", lane_rows.NUM_SCALES, num_rows) if is_scaled else None)
-        if call.work.has_small:
-            quantized_attention(call._replace(work=replace(call.work, has_large=False, has_merge=False)), planes, near)
+        attend_rows = lane_warpgroups.attend_lane if device.type == "cuda" else lane_warpgroups.attend_lane_reference
         for first in range(0, planes.num_kv_heads, num_heads):
             count = min(num_heads, planes.num_kv_heads - first)
-            fill(call, source, lane, plan, first, count)
-            if device.type == "cpu":
-                lane_warpgroups.attend_lane_reference(call, source, lane, plan, first, count)
-            else:
-                lane_warpgroups.attend_lane_warpgroups(call, source, lane, plan, first, count)
+            fill(call, source, lane, part, first, count)
+            attend_rows(call, source, lane, part, first, count)
         memory.check()
-        if call.work.has_merge:
-            quantized_attention(call._replace(work=replace(call.work, has_small=False, has_large=False)), planes, near)
         return call.out_TX
 
     return attend

@@ -156,6 +156,37 @@ QUANTIZED_LARGE_TILE = 64
 """Least height of a large tile over quantized pages. Tile lists are cut to this height."""
 
 
+LANE_BYTES = 32 * 2**20
+"""Most bytes of the lane (kernels/attention/lane_rows.py): 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
+LANE_TILE = 128
+"""Height of a tile that reads the lane: rows times heads of a GQA group. Also the largest group."""
+RUN_FIELDS = ("end", "table_row", "first_block", "low", "high", "is_near")
+"""Fields of a run of tokens in the lane. `end`: blocks of its round up to its end."""
+LANE_RUNS = 128
+"""Most runs of a round: a program that fills the lane looks at all of them at once."""
+
+
+class LaneGeometry(NamedTuple):
+    """The lane as a kernel uses it, for the scheduler."""
+
+    tile_rows: int
+    """Most rows of a tile."""
+    num_blocks: int
+    """Blocks of BLOCK_TOKENS tokens of one KV head that fit."""
+    num_kv_heads: int
+
+    def heads(self, num_blocks: int) -> int:
+        """Return the KV heads of a round, so that rounds are even; 0: these blocks of one head do not fit."""
+        fitting = min(self.num_kv_heads, self.num_blocks // max(1, num_blocks))
+        return -(-self.num_kv_heads // -(-self.num_kv_heads // fitting)) if fitting else 0
+
+
+def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, num_bytes: int = LANE_BYTES) -> LaneGeometry:
+    """Return the geometry of a lane of so many bytes. A token of a head takes a row of keys and one of values."""
+    tile_rows = max(1, LANE_TILE // (num_heads // num_kv_heads))
+    return LaneGeometry(tile_rows, num_bytes // (2 * 2 * head_dim * BLOCK_TOKENS), num_kv_heads)
+
+
 def key_turn_dtype(dtype: str) -> str:
     """Return the type of `KeyTurns.near_2NC` for a model that computes in `dtype`."""
     return "float32" if dtype == "float32" else "float16"

@@ -17,7 +17,6 @@ do not see the token stay as they are. A row's result depends neither on the hea
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +32,8 @@ from holdfast.kernels.attention.dequantize import (
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, QuantizedPlanes, bytes_at, key_codes
 from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tile_work import TileCall
-from holdfast.kernels.geometry import BLOCK_TOKENS
+from holdfast.kernels.attention.tile_work import LaneRound, TileCall
+from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -45,17 +44,16 @@ from holdfast.kernels.triton_compat import (
     next_power_of_two,
     tl,
 )
-from holdfast.quant.kv_quantize import KEY_PARTS, VALUE_PARTS
+from holdfast.quant.kv_quantize import FP16_MAX, KEY_PARTS, VALUE_PARTS, dequantize_keys, dequantize_values
 
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-LANE_ROW_BYTES = 32 * 2**20
-"""Bytes of the lane's rows: 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
 NUM_SCALES = 3
-BLOCK_FIELDS = kernel_constant(5)
+NUM_RUN_FIELDS, MOST_RUNS = kernel_constant(len(RUN_FIELDS)), kernel_constant(LANE_RUNS)
 FILL_PROGRAMS_PER_SM, FILL_WARPS = 8, 4
 F16_MAX = kernel_constant(65504.0)
+FAR = kernel_constant(2**30)
 
 
 class Lane(NamedTuple):
@@ -76,109 +74,25 @@ class LaneSource(NamedTuple):
     near: NearPages | None = None
 
 
-class LanePlan(NamedTuple):
-    """Where a step's tokens lie in the lane, head by head; one for all layers with the same tile list."""
-
-    blocks_B5: Tensor
-    """int32. Row 0: number of blocks. Others, in order of places: page table row, first token, valid tokens [low, high), and
-    1 for near tokens."""
-    starts_2N: Tensor
-    """int32 by page table row: place of token 0 in blocks of BLOCK_TOKENS, maybe before the lane; of codes, and of near tokens."""
-    num_blocks: int
+def lane_of(memory_E: Tensor, head_dim: int, num_blocks: int) -> Lane:
+    """View memory in half precision as a lane of so many blocks of one head."""
+    num_rows = num_blocks * BLOCK_TOKENS
+    k_LD, v_LD = memory_E[: 2 * num_rows * head_dim].view(2, num_rows, head_dim)
+    return Lane(k_LD, v_LD, None)
 
 
-def row_bytes(head_dim: int) -> int:
-    """Return the bytes of one token and head: a row of keys, and one of values."""
-    return 2 * 2 * head_dim
-
-
-def lane_capacity(head_dim: int, num_row_bytes: int = LANE_ROW_BYTES) -> int:
-    """Return the rows of keys that the lane holds: whole blocks."""
-    return num_row_bytes // (row_bytes(head_dim) * BLOCK_TOKENS) * BLOCK_TOKENS
-
-
-def lane_heads(num_tokens: int, head_dim: int, num_kv_heads: int, num_row_bytes: int = LANE_ROW_BYTES) -> int:
-    """Return the KV heads that one round takes, so that rounds are even; 0: not even one head fits."""
-    fitting = min(num_kv_heads, lane_capacity(head_dim, num_row_bytes) // max(1, num_tokens))
-    return -(-num_kv_heads // -(-num_kv_heads // fitting)) if fitting else 0
-
-
-def make_lane(
-    head_dim: int, device: torch.device, scaled_dtype: torch.dtype | None = None, num_row_bytes: int = LANE_ROW_BYTES
-) -> Lane:
-    """Allocate a lane; `scaled_dtype`: the type of queries, if scales lie apart."""
-    capacity = lane_capacity(head_dim, num_row_bytes)
-    dtypes = (scaled_dtype or torch.float16, torch.float16)
-    k_LD, v_LD = (torch.empty(capacity, head_dim, dtype=one, device=device) for one in dtypes)
-    return Lane(k_LD, v_LD, torch.empty(NUM_SCALES, capacity, device=device) if scaled_dtype else None)
-
-
-class Run(NamedTuple):
-    """Tokens of each page table row that go into the lane: [low, high), in whole blocks from `first` on."""
-
-    first_N: np.ndarray
-    low_N: np.ndarray
-    high_N: np.ndarray
-
-    @classmethod
-    def over(cls, table_row_X: np.ndarray, low_X: np.ndarray, high_X: np.ndarray, num_rows: int) -> "Run":
-        """Return the tokens of all ranges of a row. A row without one has an empty run."""
-        is_some_X = low_X < high_X
-        table_row_X, low_X, high_X = (x[is_some_X] for x in (table_row_X, low_X, high_X))
-        low_N, high_N = np.full(num_rows, 2**31 - 1, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
-        np.minimum.at(low_N, table_row_X, low_X)
-        np.maximum.at(high_N, table_row_X, high_X)
-        low_N = np.where(high_N > 0, low_N, 0)
-        return cls(low_N // BLOCK_TOKENS, low_N, high_N)
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Blocks of each row."""
-        return np.where(self.high_N > 0, -(-self.high_N // BLOCK_TOKENS) - self.first_N, 0)
-
-
-def plan_lane(
-    tiles_X8: np.ndarray, num_table_rows: int, window: int | None, device: torch.device, near: NearPages | None = None
-) -> LanePlan:
-    """Give each sequence of the large tiles a run of whole blocks that holds all tokens its tiles read."""
-    num_small, num_large = (int(count) for count in tiles_X8[0, :2])
-    tiles_X8 = tiles_X8[1 + num_small : 1 + num_small + num_large].astype(np.int64)
-    table_row_X, position_X, low_X, high_X = tiles_X8[:, (0, 3, 4, 5)].T
-    # Before the window of a sequence's first row other sequences may own the pages.
-    seen_X = low_X if window is None else np.maximum(low_X, position_X - window + 1)
-    if near is None:
-        runs = [Run.over(table_row_X, seen_X, high_X, num_table_rows)]
-    else:
-        own_X = position_X // near.block_tokens * near.block_tokens
-        runs = [
-            Run.over(table_row_X, seen_X, np.minimum(high_X, own_X), num_table_rows),
-            Run.over(table_row_X, np.maximum(seen_X, own_X), high_X, num_table_rows),
-        ]
-    starts, blocks, num_blocks = [], [np.zeros((1, 5), dtype=np.int64)], 0
-    for is_near, run in enumerate(runs):
-        count_N = run.counts
-        place_N = num_blocks + np.cumsum(count_N) - count_N
-        row_B = np.repeat(np.arange(num_table_rows), count_N)
-        token_B = (num_blocks + np.arange(len(row_B)) - place_N[row_B] + run.first_N[row_B]) * BLOCK_TOKENS
-        kind_B = np.full(len(row_B), is_near)
-        blocks.append(np.stack((row_B, token_B, run.low_N[row_B], run.high_N[row_B], kind_B), axis=1))
-        starts.append(place_N - run.first_N)
-        num_blocks += len(row_B)
-    blocks[0][0, 0] = num_blocks
-    blocks_B5, starts_2N = np.concatenate(blocks).astype(np.int32), np.stack(starts).astype(np.int32)
-    return LanePlan(torch.from_numpy(blocks_B5).to(device), torch.from_numpy(starts_2N).to(device), num_blocks)
-
-
-def fill_lane(call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int) -> None:
-    """Write the rows of KV heads [first_head, first_head + num_heads) for all tokens of the plan."""
+def fill_lane(call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int) -> None:
+    """Write the rows of KV heads [first_head, first_head + num_heads) for all tokens of a round."""
     (planes, near), page_table_NP = source, call.page_table_NP
     head_dim, is_scaled = planes.head_dim, lane.scales_3L is not None
+    work = call.work.lane
+    assert work is not None, "the step has no round"
     near_operands = (None,) * 4 if near is None else (*near[:3], near.page_table_NP.stride(0))
     _fill_kernel[(call.num_sms * FILL_PROGRAMS_PER_SM,)](
         planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
         None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
-        *lane, page_table_NP, plan.blocks_B5, *near_operands, page_table_NP.stride(0), len(lane.k_LD),
-        call.scoring.scale * LOG2_E, first_head, num_heads, plan.num_blocks,
+        *lane, page_table_NP, work.runs_R6, *near_operands, page_table_NP.stride(0), len(lane.k_LD),
+        call.scoring.scale * LOG2_E, part.first_run, part.num_runs, first_head, num_heads, part.num_blocks,
         KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits, NUM_KV_HEADS=planes.num_kv_heads, HEAD_DIM=head_dim,
         PAGE_TOKENS=planes.page_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
         FIRST_TOKENS=0 if near is None else near.first_tokens, SCALED=is_scaled, BLOCK_N=BLOCK_TOKENS,
@@ -190,40 +104,45 @@ def fill_lane(call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, fi
 
 
 def fill_reference(
-    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
+    call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int
 ) -> None:
-    """Like `fill_lane` in plain torch, for rows with their scales, one block at a time."""
-    from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values
-
-    planes, near = source
-    assert lane.scales_3L is None, "the reference writes rows with their scales"
-    heads, blocks = slice(first_head, first_head + num_heads), plan.blocks_B5[1 : 1 + plan.num_blocks].tolist()
-    for i_block, (table_row, token, low, high, is_near) in enumerate(blocks):
-        k_KND = torch.zeros(num_heads, BLOCK_TOKENS, planes.head_dim)
-        v_KND = torch.zeros_like(k_KND)
-        token_L = torch.arange(max(token, low), min(token + BLOCK_TOKENS, high))
-        if not is_near:
-            page_L = call.page_table_NP[table_row, token_L // planes.page_tokens].long()
-            offset_L = token_L % planes.page_tokens
-            k_LKD = dequantize_keys(planes.keys_at(page_L, offset_L), planes.key_bits, planes.head_dim)
-            v_LKD = dequantize_values(planes.values_at(page_L, offset_L), planes.value_bits, planes.head_dim)
-            is_nan_LK = v_LKD.isnan().any(-1, keepdim=True)
-            k_KND[:, token_L - token] = torch.where(is_nan_LK, torch.nan, k_LKD).transpose(0, 1)[heads]
-            v_KND[:, token_L - token] = torch.where(is_nan_LK, 0.0, v_LKD).transpose(0, 1)[heads]
-        exact_L = token_L if is_near else token_L[token_L < (near.first_tokens if near else 0)]
-        if near is not None and len(exact_L):
-            slot_L = near.page_table_NP[table_row, exact_L // near.page_tokens].long() * near.page_tokens
-            slot_L += exact_L % near.page_tokens
-            v_LKD = near.v_plane_SKD[slot_L].float()
-            is_nan_LK = v_LKD.isnan().any(-1, keepdim=True)
-            k_LKD = torch.where(is_nan_LK, torch.nan, near.k_plane_SKD[slot_L].float())
-            k_KND[:, exact_L - token] = k_LKD.transpose(0, 1)[heads]
-            v_KND[:, exact_L - token] = torch.where(is_nan_LK, 0.0, v_LKD).transpose(0, 1)[heads]
+    """Like `fill_lane` in plain torch, for rows with their scales, one run at a time."""
+    (planes, near), work = source, call.work.lane
+    assert work is not None and lane.scales_3L is None, "it writes rows with their scales"  # noqa: PT018
+    first_place = 0
+    runs = work.runs_R6[part.first_run : part.first_run + part.num_runs].tolist()
+    for end, table_row, first_block, low, high, is_near in runs:
+        token_L = torch.arange(low, high, device=call.q_THD.device)
+        first_tokens = 0 if near is None else near.first_tokens
+        is_near_L = torch.full_like(token_L, is_near, dtype=torch.bool) if is_near else token_L < first_tokens
+        rows_2LKD = torch.empty(2, len(token_L), planes.num_kv_heads, planes.head_dim, device=token_L.device)
+        code_L, near_L = token_L[~is_near_L], token_L[is_near_L]
+        page_L, offset_L = (
+            call.page_table_NP[table_row, code_L // planes.page_tokens].long(),
+            code_L % planes.page_tokens,
+        )
+        rows_2LKD[0, ~is_near_L] = dequantize_keys(planes.keys_at(page_L, offset_L), planes.key_bits, planes.head_dim)
+        rows_2LKD[1, ~is_near_L] = dequantize_values(
+            planes.values_at(page_L, offset_L), planes.value_bits, planes.head_dim
+        )
+        if near is not None:
+            slot_L = near.page_table_NP[table_row, near_L // near.page_tokens].long() * near.page_tokens
+            slot_L += near_L % near.page_tokens
+            rows_2LKD[0, is_near_L], rows_2LKD[1, is_near_L] = (
+                near.k_plane_SKD[slot_L].float(),
+                near.v_plane_SKD[slot_L].float(),
+            )
+        is_nan_LK1 = rows_2LKD[1].isnan().any(-1, keepdim=True)
+        rows_2LKD[0] = torch.where(is_nan_LK1, torch.nan, rows_2LKD[0])
+        rows_2LKD[1] = torch.where(is_nan_LK1, 0.0, rows_2LKD[1])
         for i_head in range(num_heads):
-            rows = slice((i_head * plan.num_blocks + i_block) * BLOCK_TOKENS, None)
-            for rows_LD, values_KND in ((lane.k_LD, k_KND), (lane.v_LD, v_KND)):
-                clamped = values_KND[i_head].clamp(-65504.0, 65504.0)  # NaN stays
-                rows_LD[rows][:BLOCK_TOKENS] = clamped.to(rows_LD.dtype)
+            place = (i_head * part.num_blocks + first_place) * BLOCK_TOKENS
+            num_rows, offset = (end - first_place) * BLOCK_TOKENS, low - first_block * BLOCK_TOKENS
+            for rows_LD, rows_LKD in zip(lane[:2], rows_2LKD, strict=True):
+                rows_LD[place : place + num_rows] = 0
+                clamped_LD = rows_LKD[:, first_head + i_head].clamp(-FP16_MAX, FP16_MAX)  # NaN stays
+                rows_LD[place + offset : place + offset + len(token_L)] = clamped_LD.to(rows_LD.dtype)
+        first_place = end
 
 
 @jit
@@ -334,25 +253,30 @@ def _fill_near(
     tl.store(p_v_row[:, None] + o_d[None, :], b_v.to(p_v_row.dtype.element_ty), mask=m_row)
 
 
-@jit_counting("first_head", "num_heads", "lane_blocks")
+@jit_counting("table_stride", "near_stride", "first_run", "num_runs", "first_head", "num_heads", "num_blocks")
 def _fill_kernel(
-    p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_lane_scales, p_pages, p_blocks,
-    p_near_k, p_near_v, p_near_pages, near_stride, table_stride, capacity, scale_log2, first_head, num_heads, lane_blocks,
+    p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_lane_scales, p_pages, p_runs,
+    p_near_k, p_near_v, p_near_pages, near_stride, table_stride, capacity, scale_log2, first_run, num_runs, first_head,
+    num_heads, num_blocks,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr,
     NEAR_PAGE: constexpr, FIRST_TOKENS: constexpr, SCALED: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr,
     BLOCK_D: constexpr, BLOCK_N: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    num_blocks = tl.load(p_blocks)
     o_n = tl.arange(0, BLOCK_N)
+    o_r = tl.arange(0, MOST_RUNS)
+    p_runs += first_run * NUM_RUN_FIELDS
+    b_ends = tl.load(p_runs + o_r * NUM_RUN_FIELDS, mask=o_r < num_runs, other=FAR)
     for i_item in range(tl.program_id(0), num_blocks * num_heads, tl.num_programs(0)):
         i_block, i_lane_head = i_item // num_heads, i_item % num_heads
-        p_block = p_blocks + (1 + i_block) * BLOCK_FIELDS
-        table_row, token = tl.load(p_block), tl.load(p_block + 1) // BLOCK_N * BLOCK_N
-        low, high, is_near = tl.load(p_block + 2), tl.load(p_block + 3), tl.load(p_block + 4)
+        i_run = tl.sum(tl.where(b_ends <= i_block, 1, 0), axis=0)
+        begin = tl.max(tl.where(b_ends <= i_block, b_ends, 0), axis=0)
+        p_run = p_runs + i_run * NUM_RUN_FIELDS
+        table_row, token = tl.load(p_run + 1), (tl.load(p_run + 2) + i_block - begin) * BLOCK_N
+        low, high, is_near = tl.load(p_run + 3), tl.load(p_run + 4), tl.load(p_run + 5)
         o_token = token + o_n
         m_n = (o_token >= low) & (o_token < high)
         i_head = first_head + i_lane_head
-        o_row = (i_lane_head * lane_blocks + i_block) * BLOCK_N + o_n
+        o_row = (i_lane_head * num_blocks + i_block) * BLOCK_N + o_n
         p_k_row, p_v_row = p_lane_k + o_row * HEAD_DIM, p_lane_v + o_row * HEAD_DIM
         if is_near == 0:
             p_row_pages = p_pages + table_row.to(tl.int64) * table_stride

@@ -19,13 +19,11 @@ With `is_scaled` rows are code numbers, and each token has three scales in the r
 """
 
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.dequantize import LOG2_ASM
-from holdfast.kernels.attention.lane_rows import Lane, LanePlan, LaneSource
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource
 from holdfast.kernels.attention.prefill_warpgroups import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -47,9 +45,8 @@ from holdfast.kernels.attention.prefill_warpgroups import (
     prefill_block_tokens,
 )
 from holdfast.kernels.attention.split_kv import LOG2_E, NUM_TILE_FIELDS, PER_NAT
-from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.attention.tile_work import LaneRound, TileCall
 from holdfast.kernels.attention.warpgroup_tiles import (
-    first_tile,
     launch_dependents,
     load_tile,
     wait_for_kernels_before,
@@ -79,26 +76,27 @@ OUTSIDE = kernel_constant(-(2**20))
 """Row before the lane: a copy from there gives zeros."""
 
 
-def attend_lane_warpgroups(
+def attend_lane(
     call: TileCall,
     source: LaneSource,
     lane: Lane,
-    plan: LanePlan,
+    part: LaneRound,
     first_head: int,
     num_heads: int,
 ) -> None:
     """Launch the large tiles of query heads that share KV heads [first_head, first_head + num_heads), without the merge."""
     (_, num_query_heads, head_dim), planes = call.q_THD.shape, source.planes
     scale, window, sinks_H, softcap = call.scoring
-    is_scaled = lane.scales_3L is not None
+    is_scaled, work = lane.scales_3L is not None, call.work.lane
+    assert work is not None, "the step has no round"
     assert not (is_scaled and softcap is not None), "scores are not capped before their scale"
     # A capped score is softcap * tanh(inner * product), and exponentials have base 2.
     inner, outer = (0.0, scale) if softcap is None else (scale / softcap, softcap)
     near_block = 0 if source.near is None else source.near.block_tokens
     _attend_kernel[(call.num_sms,)](
         call.q_THD, *(_describe(rows_LD) for rows_LD in lane[:2]), _describe_scales(lane), planes.rotation_DD,
-        call.out_TX, *call.partials, call.work.tiles_X8, plan.starts_2N, plan.starts_2N.stride(0), sinks_H, inner,
-        outer * LOG2_E, window or 0, hadamard_block(head_dim) ** -0.5, first_head, num_heads, plan.num_blocks,
+        call.out_TX, call.work.tiles_X8, work.starts_2N, work.starts_2N.stride(0), sinks_H, inner,
+        outer * LOG2_E, window or 0, hadamard_block(head_dim) ** -0.5, part.first_tile, part.num_tiles, first_head, num_heads, part.num_blocks,
         len(lane.k_LD), NUM_HEADS=num_query_heads, GROUP=num_query_heads // planes.num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=_block_d(head_dim), HADAMARD=hadamard_block(head_dim), NEAR_BLOCK=near_block, ROTATED=planes.rotates_values,
         HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None, HAS_CAP=softcap is not None, SCALED=is_scaled,
@@ -107,42 +105,34 @@ def attend_lane_warpgroups(
 
 
 def attend_lane_reference(
-    call: TileCall, source: LaneSource, lane: Lane, plan: LanePlan, first_head: int, num_heads: int
+    call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int
 ) -> None:
-    """Like `attend_lane_warpgroups` in plain torch, one tile and head at a time with its whole score matrix."""
+    """Like `attend_lane` in plain torch, one tile and head at a time with its whole score matrix."""
     planes, near, group = source.planes, source.near, call.q_THD.shape[1] // source.planes.num_kv_heads
-    scale, window, sinks_H, softcap = call.scoring
-    assert lane.scales_3L is None, "the reference reads rows with their scales"
-    num_small, num_large = call.work.tiles_X8[0, :2].tolist()
-    out_THD = call.out_TX.view(call.q_THD.shape)
-    tiles = call.work.tiles_X8[1 + num_small : 1 + num_small + num_large].tolist()
-    for (table_row, row, count, position, low, high, partial, splits), i_head in product(tiles, range(num_heads)):
+    (scale, window, sinks_H, softcap), work = call.scoring, call.work.lane
+    assert work is not None and lane.scales_3L is None, "it reads rows with their scales"  # noqa: PT018
+    out_THD, device = call.out_TX.view(call.q_THD.shape), call.q_THD.device
+    tiles = call.work.tiles_X8[part.first_tile : part.first_tile + part.num_tiles].tolist()
+    for (table_row, row, count, position, low, high, *_), i_head in product(tiles, range(num_heads)):
         seen = low if window is None else max(low, position - window + 1)
         own = high if near is None else position // near.block_tokens * near.block_tokens
-        token_L = torch.arange(seen, high)
-        start_L = torch.where(token_L < own, plan.starts_2N[0, table_row], plan.starts_2N[-1, table_row])
-        place_L = (i_head * plan.num_blocks + start_L) * BLOCK_TOKENS + token_L
+        token_L = torch.arange(seen, high, device=device)
+        start_L = torch.where(token_L < own, work.starts_2N[0, table_row], work.starts_2N[1, table_row])
+        place_L = (i_head * part.num_blocks + start_L) * BLOCK_TOKENS + token_L
         k_LD, v_LD = lane.k_LD[place_L].float(), lane.v_LD[place_L].float()
         heads = slice((first_head + i_head) * group, (first_head + i_head + 1) * group)
-        q_nGD = call.q_THD[row : row + count, heads].float()
-        scores_nGL = q_nGD @ k_LD.T * scale
+        scores_nGL = call.q_THD[row : row + count, heads].float() @ k_LD.T * scale
         if softcap is not None:
             scores_nGL = softcap * torch.tanh(scores_nGL / softcap)
-        distance_nL = torch.arange(position, position + count).unsqueeze(1) - token_L
+        distance_nL = torch.arange(position, position + count, device=device).unsqueeze(1) - token_L
         seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
         scores_nGL = scores_nGL.masked_fill(~seen_nL.unsqueeze(1), float("-inf"))
         lse_nG = scores_nGL.logsumexp(-1)
-        whole_nG = lse_nG if sinks_H is None or partial >= 0 else torch.logaddexp(lse_nG, sinks_H[heads])
-        out_nGD = torch.nan_to_num((scores_nGL - whole_nG.unsqueeze(-1)).exp(), nan=0.0) @ v_LD
-        out_nGD = torch.where(lse_nG.isnan().unsqueeze(-1), torch.nan, out_nGD)
-        if partial < 0:
-            out_THD[row : row + count, heads] = (rotate_heads(out_nGD) if planes.rotates_values else out_nGD).to(
-                out_THD.dtype
-            )
-        else:
-            places = partial + torch.arange(count) * splits
-            call.partial_out_CX.view(-1, *call.q_THD.shape[1:])[places, heads] = out_nGD
-            call.partial_lse_CH[places, heads] = lse_nG * LOG2_E
+        if sinks_H is not None:
+            lse_nG = torch.logaddexp(lse_nG, sinks_H[heads])
+        out_nGD = (scores_nGL - lse_nG.unsqueeze(-1)).exp() @ v_LD
+        out_nGD = rotate_heads(out_nGD) if planes.rotates_values else out_nGD
+        out_THD[row : row + count, heads] = out_nGD.to(out_THD.dtype)
 
 
 def _describe(rows_LD: Tensor) -> object:
@@ -159,14 +149,10 @@ def _describe_scales(lane: Lane) -> object | None:
 
 
 @gluon_jit
-def _count_items(p_tiles, num_heads):
-    """Return the index of the first large tile, and this program's number of items: a tile and a KV head each."""
-    first, num_tiles = first_tile(p_tiles, True)
-    num_items = num_tiles * num_heads
-    num_programs = gl.num_programs(0)
-    num_rounds = num_items // num_programs
-    num_rounds += gl.where(_item_of(num_rounds) < num_items, 1, 0)
-    return first, num_rounds
+def _count_items(num_items):
+    """Return this program's number of items: a tile and a KV head each."""
+    num_rounds = num_items // gl.num_programs(0)
+    return num_rounds + gl.where(_item_of(num_rounds) < num_items, 1, 0)
 
 
 @gluon_jit
@@ -208,7 +194,7 @@ def _row_of(n, seen, high, own, codes_row, near_row, NEAR_BLOCK: constexpr):
 
 @gluon_jit
 def _copy(
-    k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, num_heads, lane_blocks, capacity, s_k, s_v, s_scales,
+    k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks, capacity, s_k, s_v, s_scales,
     k_filled, k_freed, v_filled, v_freed,
     NEAR_BLOCK: constexpr, HAS_WINDOW: constexpr, SCALED: constexpr,
 ):  # fmt: skip
@@ -221,11 +207,11 @@ def _copy(
     SCALE_BYTES: constexpr = NUM_BOXES * NUM_SCALES * LANE_TOKENS * 4 if SCALED else 0
     s_k_boxes = s_k._reinterpret(s_k.dtype, [STAGES * PLACE_BOXES, LANE_TOKENS, PANEL], k_rows.layout)
     s_v_boxes = s_v._reinterpret(s_v.dtype, [STAGES * PLACE_BOXES, LANE_TOKENS, PANEL], v_rows.layout)
-    first, num_rounds = _count_items(p_tiles, num_heads)
+    num_rounds = _count_items(num_tiles * num_heads)
     count = 0  # blocks so far
     for i_round in range(num_rounds):
         i_item = _item_of(i_round)
-        table_row, _, _, position, low, high, _, _ = load_tile(p_tiles, first + i_item // num_heads)
+        table_row, _, _, position, low, high, _, _ = load_tile(p_tiles, first_tile + i_item // num_heads)
         seen, begin, num_blocks = _blocks_of(low, high, position, window, HAS_WINDOW, TOKENS)
         first_block = i_item % num_heads * lane_blocks
         codes_row = (first_block + gl.load(p_starts + table_row)) * LANE_TOKENS
@@ -253,16 +239,15 @@ def _copy(
 
 
 @gluon_jit
-def _load_next(p_tiles, first, i_round, num_rounds, num_heads):
+def _load_next(p_tiles, first_tile, i_round, num_rounds, num_heads):
     """Return the fields of a round's tile that a multiplying warp uses, and its head of the launch; no rows after the last."""
     exists = i_round < num_rounds
     i_item = gl.where(exists, _item_of(i_round), 0)
-    p_tile = p_tiles + (first + i_item // num_heads) * NUM_TILE_FIELDS
+    p_tile = p_tiles + (first_tile + i_item // num_heads) * NUM_TILE_FIELDS
     row, num_rows = gl.load(p_tile + 1, mask=exists, other=0), gl.load(p_tile + 2, mask=exists, other=0)
     position, low = gl.load(p_tile + 3, mask=exists, other=0), gl.load(p_tile + 4, mask=exists, other=0)
-    high, first_partial = gl.load(p_tile + 5, mask=exists, other=0), gl.load(p_tile + 6, mask=exists, other=0)
-    num_splits = gl.load(p_tile + 7, mask=exists, other=0)
-    return row, num_rows, position, low, high, first_partial, num_splits, i_item % num_heads
+    high = gl.load(p_tile + 5, mask=exists, other=0)
+    return row, num_rows, position, low, high, i_item % num_heads
 
 
 @gluon_jit
@@ -270,7 +255,7 @@ def _load_queries(
     p_q, tile, first_head, HALF: constexpr, NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, layout: constexpr
 ):  # fmt: skip
     """Load half of the queries of a tile; zeros without a row."""
-    first = (first_head + tile[7]) * GROUP
+    first = (first_head + tile[5]) * GROUP
     o_x, m_x = _elements_of(tile[0], tile[1], first, HALF, NUM_HEADS, GROUP, HEAD_DIM, layout)
     return gl.load(p_q + o_x, mask=m_x, other=0.0)
 
@@ -299,7 +284,6 @@ def _soften(b_score, b_m, b_l, outer):
 @gluon_jit
 def _scaled_scores(b_score, s_scales, place, outer):
     """Return scores with the scale of their key and the logarithm of the scale of their value, and inverses of the latter."""
-    TOKENS: constexpr = b_score.shape[1]
     token_layout: constexpr = gl.SliceLayout(0, b_score.type.layout)
     b_none = gl.zeros_like(b_score)
     b_key = gl.expand_dims(s_scales.index(place * NUM_SCALES).load(token_layout), 0) + b_none
@@ -343,8 +327,8 @@ def _soft_block(
 
 @gluon_jit
 def _attend(
-    p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_kv_head,
-    num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
+    p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile, num_tiles,
+    first_kv_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
     HALF: constexpr, NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROTATED: constexpr, HADAMARD: constexpr,
     HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
 ):  # fmt: skip
@@ -360,17 +344,17 @@ def _attend(
     s_out = s_q._reinterpret(p_out.dtype.element_ty, s_q.shape, s_q.layout).index(HALF)
     o_m = HALF * HEIGHT + gl.arange(0, HEIGHT, row_layout)
     b_none = gl.zeros([HEIGHT, TOKENS], gl.float32, score_layout)
-    first, num_rounds = _count_items(p_tiles, num_heads)
+    num_rounds = _count_items(num_tiles * num_heads)
     # Queries of a tile are loaded while the last product of the tile before runs.
-    tile = _load_next(p_tiles, first, 0, num_rounds, num_heads)
+    tile = _load_next(p_tiles, first_tile, 0, num_rounds, num_heads)
     b_q = _load_queries(p_q, tile, first_kv_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
     count = 0  # blocks so far: select places of the ring
     if HALF == 1:
         _give_turn(HALF)
     for i_round in range(num_rounds):
-        row, num_rows, position, low, high, first_partial, num_splits, i_head = tile
+        row, num_rows, position, low, high, i_head = tile
         first_head = (first_kv_head + i_head) * GROUP
-        next_tile = _load_next(p_tiles, first, i_round + 1, num_rounds, num_heads)
+        next_tile = _load_next(p_tiles, first_tile, i_round + 1, num_rounds, num_heads)
         seen, begin, num_blocks = _blocks_of(low, high, position, window, HAS_WINDOW, TOKENS)
         # All rows see the tokens of a block from first_clear to clear.
         clear = gl.minimum(high, position + 1)
@@ -420,33 +404,18 @@ def _attend(
         b_acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         hopper.mbarrier.arrive(v_freed.index(v_place), count=1)
         b_sum = gl.convert_layout(gl.sum(b_l, axis=1), row_layout)
-        b_m = b_m - P_SHIFT  # what p and its sum are relative to
-        o_head = first_head + o_m % GROUP
-        m_m = o_m // GROUP < num_rows
-        b_whole = b_sum
         if HAS_SINKS:
-            b_sink = gl.load(p_sinks + o_head, mask=m_m & (first_partial < 0), other=-float("inf")) * PER_NAT
-            b_whole = b_sum + _exp2(b_sink - gl.where(b_m == -float("inf"), 0.0, b_m))
-        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
-        b_share = 1.0 / gl.where(b_whole > 0, b_whole, 1.0)
+            o_head, m_m = first_head + o_m % GROUP, o_m // GROUP < num_rows
+            b_sink = gl.load(p_sinks + o_head, mask=m_m, other=-float("inf")) * PER_NAT
+            b_sum += _exp2(b_sink - gl.where(b_m == -float("inf"), 0.0, b_m) + P_SHIFT)
+        b_share = 1.0 / gl.where(b_sum > 0, b_sum, 1.0)
         b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
-        if first_partial < 0:
-            if ROTATED:
-                b_out = _rotate(b_out, s_rotation, rotation_scale, HADAMARD)
-            # Through shared memory, so threads write whole lines.
-            s_out.store(b_out.to(s_out.dtype))
-            o_x, m_x = _elements_of(row, num_rows, first_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
-            gl.store(p_out + o_x, s_out.load(wide_layout), mask=m_x)
-        else:
-            o_m_out = HALF * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, out_layout))
-            o_d_out = gl.arange(0, BLOCK_D, gl.SliceLayout(0, out_layout))
-            o_out = (first_partial + o_m_out // GROUP * num_splits).to(gl.int64) * NUM_HEADS
-            o_out += first_head + o_m_out % GROUP
-            m_out = (o_m_out // GROUP < num_rows)[:, None] & (o_d_out < HEAD_DIM)[None, :]
-            gl.store(p_partial_out + (o_out * HEAD_DIM)[:, None] + o_d_out[None, :], b_out, mask=m_out)
-            o_lse = (first_partial + o_m // GROUP * num_splits).to(gl.int64) * NUM_HEADS + o_head
-            b_log = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [b_sum], gl.float32, True, 1)
-            gl.store(p_partial_lse + o_lse, b_m + b_log, mask=m_m)
+        if ROTATED:
+            b_out = _rotate(b_out, s_rotation, rotation_scale, HADAMARD)
+        # Through shared memory, so threads write whole lines.
+        s_out.store(b_out.to(s_out.dtype))
+        o_x, m_x = _elements_of(row, num_rows, first_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
+        gl.store(p_out + o_x, s_out.load(wide_layout), mask=m_x)
         if BLOCK_D > 128:  # no registers are left earlier
             b_q = _load_queries(p_q, next_tile, first_kv_head, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
         tile = next_tile
@@ -506,10 +475,12 @@ def _store_rotation(p_rotation, s_rotation, HEAD_DIM: constexpr):
     hopper.fence_async_shared()
 
 
-@gluon_jit_counting("first_head", "num_heads", "lane_blocks")
+@gluon_jit_counting(
+    "starts_stride", "window", "first_tile", "num_tiles", "first_head", "num_heads", "lane_blocks", "capacity"
+)
 def _attend_kernel(
-    p_q, k_rows, v_rows, scales, p_rotation, p_out, p_partial_out, p_partial_lse, p_tiles, p_starts, starts_stride,
-    p_sinks, inner, outer, window, rotation_scale, first_head, num_heads, lane_blocks, capacity,
+    p_q, k_rows, v_rows, scales, p_rotation, p_out, p_tiles, p_starts, starts_stride,
+    p_sinks, inner, outer, window, rotation_scale, first_tile, num_tiles, first_head, num_heads, lane_blocks, capacity,
     NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr, NEAR_BLOCK: constexpr,
     ROTATED: constexpr, HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
     TOKENS: constexpr, HADAMARD: constexpr, PDL: constexpr,
@@ -544,15 +515,15 @@ def _attend_kernel(
         wait_for_kernels_before()  # earlier kernels write queries and the lane
     # Heads of a tile run one after the other. Triton 3.6 keeps constants in these tuples only if they are written here.
     gl.warp_specialize([(_attend, (
-        p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_head,
-        num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
+        p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile,
+        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
         0, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
     )), (_attend, (
-        p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_head,
-        num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
+        p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile,
+        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
         1, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
     )), (_copy, (
-        k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, num_heads, lane_blocks, capacity,
+        k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks, capacity,
         s_k, s_v, s_boxes, k_filled, k_freed, v_filled, v_freed, NEAR_BLOCK, HAS_WINDOW, SCALED,
     ))], [4, COPY_WARPS], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     for i in gl.static_range(STAGES):

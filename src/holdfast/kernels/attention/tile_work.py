@@ -16,6 +16,28 @@ from torch import Tensor
 from holdfast.kernels.attention.paged_attention import Scoring
 
 
+class LaneRound(NamedTuple):
+    """Tiles of some sequences, and the runs of their tokens in the lane; heads follow each other in launches."""
+
+    first_tile: int
+    """Row of `tiles_X8`."""
+    num_tiles: int
+    first_run: int
+    num_runs: int
+    num_blocks: int
+    """Blocks of BLOCK_TOKENS tokens of one KV head."""
+
+
+class LaneWork(NamedTuple):
+    """What large tiles of a step read from the lane (lane_rows.py)."""
+
+    runs_R6: Tensor
+    """int32, fields RUN_FIELDS."""
+    starts_2N: Tensor
+    """int32 by row of the page table: place of token 0 in blocks of its round, maybe below 0; of codes, and of near tokens."""
+    rounds: tuple[LaneRound, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TileWork:
     """Tile lists of one step on the device, and the kernels that it needs."""
@@ -26,6 +48,8 @@ class TileWork:
     has_large: bool
     has_merge: bool
     """True if some rows are split or padded."""
+    lane: LaneWork | None = None
+    """Tiles beside the small and the large ones; None if no sequence goes through the lane."""
 
 
 class TileCall(NamedTuple):
