@@ -42,9 +42,9 @@ from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
-from holdfast.kernels.geometry import lane_geometry  # noqa: E402
+from holdfast.kernels.geometry import LANE_BYTES, lane_geometry  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
-from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
+from holdfast.quant.kv_quantize import quantize_keys, quantize_values, rotation_table  # noqa: E402
 from kernels.exactness import random  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.lane_cases import near_reference  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kernels.lane_row_cases import by_rows, with_lane, with_near  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -64,7 +64,7 @@ PAGE_TOKENS = 64
 FORMATS = {"fp8": (8, 8), "k8v4": (8, 4), "k5v4": (5, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 LARGE = Cut(large=True)
 NUM_HEADS, NUM_KV_HEADS = 64, 8
-PARTED = ("fp8", "k8v4", "4bit_nc", "3bit_nc")
+PARTED = ("k8v4", "3bit_nc")
 """Formats whose kernels are timed alone too."""
 WIDE_TILES = 16
 """Rows of a tile of 8 heads."""
@@ -83,40 +83,20 @@ class Case(NamedTuple):
     softcap: float | None = None
     near: int | None = None
     """First tokens beside near blocks; None: no near pages."""
-    is_scaled: bool = False
     num_sms: int = 132
     has_bias: bool = False
 
 
 CASES = {
     "first": Case(),
-    **{name: Case(bits) for name, bits in FORMATS.items() if name != "4bit_nc"},
     **{f"{name}, near": Case(bits, near=FIRST_TOKENS) for name, bits in FORMATS.items()},
-    **{f"{name}, scaled": Case(bits, is_scaled=True) for name, bits in FORMATS.items()},
-    "4bit_nc, scaled, near": Case(is_scaled=True, near=FIRST_TOKENS),
     "fp8, near, window": Case((8, 8), window=200, near=0, group=4),
-    "D 64": Case((4, 4), 64, 7, dtype="float16"),
-    "D 64, k8v4, near": Case((8, 4), 64, 16, 16, near=FIRST_TOKENS),
-    "D 96": Case((5, 4), 96, 4, dtype="float16"),
+    "D 64, float16": Case((4, 4), 64, 7, dtype="float16"),
     "D 96, fp8": Case((8, 8), 96, 5),
-    "D 256": Case((4, 4), 256, 4),
-    "D 256, near": Case((3, 3), 256, 8, near=FIRST_TOKENS),
-    "D 256, k8v4, capped": Case((8, 4), 256, 2, window=200, softcap=50.0),
-    "group 1": Case((8, 4), group=1),
-    "group 5": Case(group=5),
-    "group 16": Case((3, 4), group=16),
-    "window 100": Case(window=100),
-    "window 300, sinks": Case((8, 8), window=300, has_sinks=True, group=4),
-    "sinks": Case((3, 3), has_sinks=True),
-    "capped": Case((8, 4), softcap=30.0, group=2),
-    "near and options": Case((3, 4), group=5, has_sinks=True, softcap=20.0, near=FIRST_TOKENS),
-    "scaled, window, sinks": Case(window=100, has_sinks=True, is_scaled=True),
-    "pages of 16": Case((3, 3), page_tokens=16),
-    "pages of 256": Case((8, 4), page_tokens=256),
-    "few programs": Case(num_sms=3),
-    "D 80": Case((3, 3), 80, 1, 16),
-    "D 160": Case((8, 4), 160, 4),
     "D 192, near": Case((4, 4), 192, 4, near=FIRST_TOKENS),
+    "D 256": Case((4, 4), 256, 4),
+    "window 300, sinks": Case((8, 4), window=300, has_sinks=True, group=4, page_tokens=16),
+    "near and options": Case((3, 3), group=5, has_sinks=True, softcap=20.0, near=FIRST_TOKENS),
 }
 
 
@@ -202,12 +182,10 @@ def steps_of(case: Case) -> dict[str, tuple[list[tuple[int, int]], list[Cut]]]:
 Attend = Callable[..., torch.Tensor]
 
 
-def make_lane(head_dim: int, device: torch.device, scaled_dtype: torch.dtype | None = None) -> Lane:
-    """Allocate a lane; `scaled_dtype`: the type of queries, if scales lie apart."""
-    num_rows = 64 * lane_geometry(NUM_HEADS, NUM_KV_HEADS, head_dim).num_blocks
-    k_LD = torch.empty(num_rows, head_dim, dtype=scaled_dtype or torch.float16, device=device)
-    v_LD = torch.empty(num_rows, head_dim, dtype=torch.float16, device=device)
-    return Lane(k_LD, v_LD, torch.empty(3, num_rows, device=device) if scaled_dtype else None)
+def make_lane(head_dim: int, device: torch.device) -> Lane:
+    """Allocate a lane."""
+    num_blocks = lane_geometry(NUM_HEADS, NUM_KV_HEADS, head_dim).num_blocks
+    return lane_rows.lane_of(torch.empty(LANE_BYTES // 2, dtype=torch.float16, device=device), head_dim, num_blocks)
 
 
 def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, **options: Any) -> torch.Tensor:
@@ -217,7 +195,7 @@ def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, 
         tiles = cut_tiles(step, cuts)
     else:
         near, _, tiles = with_near(step, case.near, device, max(1, 128 // case.group))
-    attend = by_rows(near, is_scaled=case.is_scaled, **options)
+    attend = by_rows(near, **options)
     return run_tiles(step, tiles, device, attend, num_sms=case.num_sms)
 
 
@@ -265,20 +243,20 @@ def differing_cuts(case: Case, device: torch.device, dtype: torch.dtype) -> int:
 # --- times
 
 
-def random_planes(bits: tuple[int, int], head_dim: int, num_pages: int, device: torch.device) -> QuantizedPlanes:
-    """Make pages of any codes, finite e4m3 numbers and scales near one twentieth."""
-    storage = {}
+def normal_planes(bits: tuple[int, int], head_dim: int, num_pages: int, device: torch.device) -> QuantizedPlanes:
+    """Make pages of normal keys and values. A rotation would leave their distribution as it is."""
+    num_slots, storage = num_pages * PAGE_TOKENS, {}
     for plane in KVFormat("any", "uint8", "uint8", *bits).planes(NUM_KV_HEADS, head_dim):
-        shape, dtype = (num_pages * PAGE_TOKENS, *plane.token_shape), getattr(torch, plane.dtype)
-        if dtype == torch.float16:
-            storage[plane.name] = torch.rand(shape, device=device).mul(0.06).add(0.02).half()
-        elif bits[plane.name[0] == "v"] == 8:
-            numbers = torch.randint(0, 120, shape, device=device) | (torch.randint(0, 2, shape, device=device) << 7)
-            storage[plane.name] = numbers.to(torch.uint8).view(dtype)
-        else:
-            storage[plane.name] = torch.randint(0, 256, shape, device=device).to(torch.uint8).view(dtype)
+        shape, dtype = (num_slots, *plane.token_shape), getattr(torch, plane.dtype)
+        storage[plane.name] = torch.zeros(shape, dtype=dtype, device=device)
     table = rotation_table(head_dim, torch.bfloat16, device)
-    return QuantizedPlanes.of(storage.__getitem__, *bits, head_dim, PAGE_TOKENS, table)
+    planes = QuantizedPlanes.of(storage.__getitem__, *bits, head_dim, PAGE_TOKENS, table)
+    for first in range(0, num_slots, 8192):
+        slot_X = torch.arange(first, min(num_slots, first + 8192), device=device)
+        k_XKD, v_XKD = torch.randn(2, len(slot_X), NUM_KV_HEADS, head_dim, device=device)
+        heads = quantize_keys(k_XKD, bits[0]), quantize_values(v_XKD, bits[1])
+        planes.store(slot_X // PAGE_TOKENS, slot_X % PAGE_TOKENS, *heads)
+    return planes
 
 
 def random_near(timed: Timed, device: torch.device) -> NearPages:
@@ -342,6 +320,7 @@ class Timing(NamedTuple):
     """A timed step over compressed pages."""
 
     step: Step
+    call: TileCall
     planes: Any
     near: NearPages | None
 
@@ -349,21 +328,24 @@ class Timing(NamedTuple):
     def of(cls, bits: tuple[int, int], step: Step, has_near: bool) -> "Timing":
         device, timed = step.call.q_THD.device, step.timed
         num_pages = -(-(timed.start + timed.num_rows) // PAGE_TOKENS)
-        planes = random_planes(bits, timed.head_dim, num_pages, device)
-        return cls(step, planes, random_near(timed, device) if has_near else None)
+        planes = normal_planes(bits, timed.head_dim, num_pages, device)
+        table_NP = torch.zeros_like(step.call.page_table_NP)
+        table_NP[0, :num_pages] = torch.randperm(num_pages, device=device)
+        call = step.call._replace(page_table_NP=table_NP)
+        return cls(step, call, planes, random_near(timed, device) if has_near else None)
 
     def old(self) -> Callable[[], object]:
         """Return the present kernel."""
         rows = quantized_attention.large_shape(self.planes.key_bits).rows * NUM_KV_HEADS // NUM_HEADS
         block = NEAR_BLOCK if self.near else 0
-        call = self.step.call._replace(work=work_of(self.step.timed, rows, block, self.step.call.q_THD.device, False))
+        call = self.call._replace(work=work_of(self.step.timed, rows, block, self.step.call.q_THD.device, False))
         return lambda: quantized_attention.quantized_attention(call, self.planes, self.near)
 
     def rows(self, lane: Lane, heads: int | None = None) -> dict[str, Callable[[], object]]:
         """Return the lane in warpgroups, and each of its kernels alone, in all rounds."""
         timed, device = self.step.timed, self.step.call.q_THD.device
         block = NEAR_BLOCK if self.near else 0
-        call = self.step.call._replace(work=work_of(timed, WIDE_TILES, block, device, True))
+        call = self.call._replace(work=work_of(timed, WIDE_TILES, block, device, True))
         call = with_lane(call, self.near, NUM_KV_HEADS)
         assert call.work.lane is not None, "with_lane adds it"
         (plan,) = call.work.lane.rounds
@@ -396,23 +378,16 @@ def plain_of(step: Step) -> Callable[[], object]:
     return lambda: prefill_warpgroups.attend_prefill(step.call, step.k_plane, step.v_plane, step.timed.page_tokens)
 
 
-def parts_of(format_name: str, step_name: str) -> list[tuple[str, bool, bool, int]]:
-    """Return the ways in which a format is timed: name, near pages, scales apart, heads of a round, form."""
-    parts: list[tuple[str, bool, bool, int]] = [
-        (f"{heads} heads a round", False, False, heads) for heads in (8, 4, 2, 1)
-    ]
-    parts += [(f"near, {heads} heads a round", True, False, heads) for heads in (4, 2, 1)]
-    if format_name in ("k8v4", "4bit_nc") and step_name != "2K":
-        parts += [(f"scaled, {heads} heads a round", False, True, heads) for heads in (8, 2)]
-    return parts
+def parts_of() -> list[tuple[str, bool, int]]:
+    """Return the ways in which a format is timed: name, near pages, heads of a round."""
+    parts = [(f"{heads} heads a round", False, heads) for heads in (8, 4, 2)]
+    return parts + [(f"near, {heads} heads a round", True, heads) for heads in (4, 2, 1)]
 
 
 STEPS = {
     "8K": Timed(0, 8192),
     "2K after 30K": Timed(30720, 2048),
-    "2K": Timed(0, 2048),
     "8K, D 256": Timed(0, 8192, 256),
-    "8K, D 64": Timed(0, 8192, 64),
 }
 
 
@@ -420,13 +395,10 @@ def time_all(only: str, seconds: float, say: Callable[[dict[str, Any]], None]) -
     """Time all steps and formats that `only` names in part, and say each figure at once."""
     device, begin = torch.device("cuda"), time.monotonic()
     for name, timed in STEPS.items():
-        step = make_timed(timed, device)
-        plain, head_dim = plain_of(step), timed.head_dim
-        lanes = {
-            is_scaled: make_lane(head_dim, device, torch.bfloat16 if is_scaled else None) for is_scaled in (False, True)
-        }
+        step, lane = make_timed(timed, device), make_lane(timed.head_dim, device)
+        plain = plain_of(step)
         for format_name, bits in FORMATS.items():
-            if only not in f"{name}, {format_name}" or (head_dim != 128 and format_name not in ("fp8", "4bit_nc")):
+            if only not in f"{name}, {format_name}" or (timed.head_dim != 128 and format_name != "4bit_nc"):
                 continue
             if time.monotonic() - begin > seconds:
                 say({"stopped": "out of time"})
@@ -435,48 +407,23 @@ def time_all(only: str, seconds: float, say: Callable[[dict[str, Any]], None]) -
             say({"step": name, "form": f"bf16 pages, before {format_name}"} | bf16)
             for has_near in (False, True):
                 timing = Timing.of(bits, step, has_near)
-                time_others(name, format_name, timing, bf16["ms"], say)
+                timing.old()()
                 expected = step.call.out_TX.float()
-                for part, part_near, is_scaled, heads in parts_of(format_name, name):
-                    if part_near != has_near:
+                for part, part_near, heads in parts_of():
+                    runs = timing.rows(lane, heads) if part_near == has_near else {}
+                    if not runs:
                         continue
                     found: dict[str, Any] = {"step": name, "format": format_name, "form": part}
-                    try:
-                        runs = timing.rows(lanes[is_scaled], heads)
-                        if not runs:
-                            continue  # so many heads do not fit
-                        step.call.out_TX.fill_(float("nan"))
-                        runs["lane"]()
-                        out = step.call.out_TX.float()
-                        found["difference to old"] = float((out - expected).abs().max() / expected.abs().max())
-                        both = measure(runs["lane"], step.num_flops)
-                        found |= both | {"ratio": bf16["ms"] / both["ms"]}
-                        if heads in (8, 2) and format_name in PARTED:
-                            found["attend ms"] = measure(runs["attend"], step.num_flops)["ms"]
-                            found["fill ms"] = measure(runs["fill"], step.num_flops, 4.0)["ms"]
-                    except Exception as error:
-                        found["error"] = f"{type(error).__name__}: {error}"[-300:]
+                    step.call.out_TX.fill_(float("nan"))
+                    runs["lane"]()
+                    found["difference to old"] = float((step.call.out_TX.float() - expected).norm() / expected.norm())
+                    both = measure(runs["lane"], step.num_flops)
+                    found |= both | {"ratio": bf16["ms"] / both["ms"]}
+                    if format_name in PARTED:
+                        found["attend ms"] = measure(runs["attend"], step.num_flops)["ms"]
+                        found["fill ms"] = measure(runs["fill"], step.num_flops, 4.0)["ms"]
                     say(found)
             say({"step": name, "form": f"bf16 pages, after {format_name}"} | measure(plain, step.num_flops))
-
-
-def time_others(
-    name: str, format_name: str, timing: Timing, bf16_ms: float, say: Callable[[dict[str, Any]], None]
-) -> None:
-    """Time the present kernel, and the lane in Triton for some formats. The output is that of the present kernel."""
-    runs = {"old": timing.old()}
-    for form, one in runs.items():
-        found: dict[str, Any] = {
-            "step": name,
-            "format": format_name,
-            "form": f"{form}{', near' if timing.near else ''}",
-        }
-        try:
-            one()
-            found |= measure(one, timing.step.num_flops)
-            say(found | {"ratio": bf16_ms / found["ms"]})
-        except Exception as error:
-            say(found | {"error": f"{type(error).__name__}: {error}"[-300:]})
 
 
 # --- processes
@@ -484,13 +431,9 @@ def time_others(
 
 def warm_names() -> list[str]:
     """List what is compiled before the times, by kind, format and head dim: what takes longest first."""
-    names = [f"{kind}:{name}:128" for kind in ("rows", "near", "scaled") for name in ("k8v4", "fp8")]
-    names.remove("scaled:fp8:128")
-    names += [f"{kind}:{name}:{dim}" for dim in (256, 64) for kind in ("rows", "near") for name in ("4bit_nc", "fp8")]
+    names = [f"{kind}:{name}" for kind in ("rows", "near") for name in ("k8v4:128", "fp8:128", "4bit_nc:256")]
     names += [f"{kind}:{name}:128" for name in FORMATS for kind in ("old", "old near")]
-    names += [
-        f"{kind}:{name}:{dim}" for dim in (256, 64) for name in ("4bit_nc", "fp8") for kind in ("old", "old near")
-    ]
+    names += [f"{kind}:4bit_nc:256" for kind in ("old", "old near")]
     return [f"warm:{name}" for name in (*names, *(f"fill:{name}:128" for name in FORMATS))]
 
 
@@ -506,11 +449,9 @@ def warm(name: str, device: torch.device) -> dict[str, Any]:
     elif kind == "fill":
         for has_near in (False, True):
             timing = Timing.of(FORMATS[format_name], step, has_near)
-            for dtype in (None, torch.bfloat16):
-                timing.rows(make_lane(int(dim), device, dtype), 2)["fill"]()
+            timing.rows(make_lane(int(dim), device), 2)["fill"]()
     else:
-        lane = make_lane(int(dim), device, torch.bfloat16 if kind == "scaled" else None)
-        timing.rows(lane, 2)["lane"]()
+        timing.rows(make_lane(int(dim), device), 2)["lane"]()
     torch.cuda.synchronize()
     return {name: "compiled"}
 

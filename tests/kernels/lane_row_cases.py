@@ -49,7 +49,6 @@ def with_lane(call: TileCall, near: NearPages | None, num_kv_heads: int) -> Tile
 def by_rows(
     near: NearPages | None = None,
     heads: int | None = None,
-    is_scaled: bool = False,
     more_rows: int = 0,
     fill: Callable[..., None] = lane_rows.fill_lane,
 ) -> Attend:
@@ -64,9 +63,9 @@ def by_rows(
         assert call.work.lane is not None
         (part,) = call.work.lane.rounds
         num_rows = 64 * num_heads * part.num_blocks + more_rows
-        k_LD = memory.take("k", num_rows, planes.head_dim, dtype=call.q_THD.dtype if is_scaled else torch.float16)
+        k_LD = memory.take("k", num_rows, planes.head_dim, dtype=torch.float16)
         v_LD = memory.take("v", num_rows, planes.head_dim, dtype=torch.float16)
-        lane = Lane(k_LD, v_LD, memory.take("scales", lane_rows.NUM_SCALES, num_rows) if is_scaled else None)
+        lane = Lane(k_LD, v_LD)
         attend_rows = lane_warpgroups.attend_lane if device.type == "cuda" else lane_warpgroups.attend_lane_reference
         for first in range(0, planes.num_kv_heads, num_heads):
             count = min(num_heads, planes.num_kv_heads - first)

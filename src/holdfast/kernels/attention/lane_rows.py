@@ -6,10 +6,7 @@ A sequence has one run of codes in the lane: whole blocks of its tokens, head af
 those that rows of the step see exact in their own block. The first tokens, exact for all rows, replace their codes.
 
 Rows are half precision, in the space of the codes. They have their scale, so attention over them is attention over plain rows.
-A decoded number times its scale is rounded once, as p times the scale is in decode. With `is_scaled` rows are the numbers
-alone, and three float32 numbers by token lie beside them:
-
-    key scale * score scale        log2(value scale)        1 / value scale
+A decoded number times its scale is rounded once, as p times the scale is in decode.
 
 Places of a run that hold no token are zeros. If the scale of a value is NaN, the value is zeros and its key is NaN: so rows that
 do not see the token stay as they are. A row's result depends neither on the heads of a launch nor on places in the lane.
@@ -30,8 +27,7 @@ from holdfast.kernels.attention.dequantize import (
     value_parts_8,
 )
 from holdfast.kernels.attention.near_tokens import NearPages
-from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, QuantizedPlanes, bytes_at, key_codes
-from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes, bytes_at, key_codes
 from holdfast.kernels.attention.tile_work import LaneRound, TileCall
 from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS
 from holdfast.kernels.operation import pdl_flags
@@ -49,7 +45,6 @@ from holdfast.quant.kv_quantize import FP16_MAX, KEY_PARTS, VALUE_PARTS, dequant
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-NUM_SCALES = 3
 NUM_RUN_FIELDS, MOST_RUNS = kernel_constant(len(RUN_FIELDS)), kernel_constant(LANE_RUNS)
 FILL_PROGRAMS_PER_SM, FILL_WARPS = 8, 4
 F16_MAX = kernel_constant(65504.0)
@@ -57,14 +52,10 @@ FAR = kernel_constant(2**30)
 
 
 class Lane(NamedTuple):
-    """Memory that layers and steps share."""
+    """Memory that layers and steps share: float16 rows."""
 
     k_LD: Tensor
-    """float16; with scales in the type of queries, which holds all key numbers exactly: they are e4m3 numbers."""
     v_LD: Tensor
-    """float16."""
-    scales_3L: Tensor | None
-    """float32; None: rows have their scales."""
 
 
 class LaneSource(NamedTuple):
@@ -78,24 +69,23 @@ def lane_of(memory_E: Tensor, head_dim: int, num_blocks: int) -> Lane:
     """View memory in half precision as a lane of so many blocks of one head."""
     num_rows = num_blocks * BLOCK_TOKENS
     k_LD, v_LD = memory_E[: 2 * num_rows * head_dim].view(2, num_rows, head_dim)
-    return Lane(k_LD, v_LD, None)
+    return Lane(k_LD, v_LD)
 
 
 def fill_lane(call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int) -> None:
     """Write the rows of KV heads [first_head, first_head + num_heads) for all tokens of a round."""
     (planes, near), page_table_NP = source, call.page_table_NP
-    head_dim, is_scaled = planes.head_dim, lane.scales_3L is not None
-    work = call.work.lane
+    head_dim, work = planes.head_dim, call.work.lane
     assert work is not None, "the step has no round"
     near_operands = (None,) * 4 if near is None else (*near[:3], near.page_table_NP.stride(0))
     _fill_kernel[(call.num_sms * FILL_PROGRAMS_PER_SM,)](
         planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
         None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
-        *lane, page_table_NP, work.runs_R6, *near_operands, page_table_NP.stride(0), len(lane.k_LD),
-        call.scoring.scale * LOG2_E, part.first_run, part.num_runs, first_head, num_heads, part.num_blocks,
+        *lane, page_table_NP, work.runs_R6, *near_operands, page_table_NP.stride(0),
+        part.first_run, part.num_runs, first_head, num_heads, part.num_blocks,
         KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits, NUM_KV_HEADS=planes.num_kv_heads, HEAD_DIM=head_dim,
         PAGE_TOKENS=planes.page_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
-        FIRST_TOKENS=0 if near is None else near.first_tokens, SCALED=is_scaled, BLOCK_N=BLOCK_TOKENS,
+        FIRST_TOKENS=0 if near is None else near.first_tokens, BLOCK_N=BLOCK_TOKENS,
         KEY_COLUMNS=max(16, next_power_of_two(head_dim // KEY_PARTS[planes.key_bits])),
         VALUE_COLUMNS=max(16, next_power_of_two(head_dim // VALUE_PARTS[planes.value_bits])),
         BLOCK_D=max(16, next_power_of_two(head_dim)), PLAIN=is_interpreted(), num_warps=FILL_WARPS,
@@ -106,9 +96,9 @@ def fill_lane(call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, f
 def fill_reference(
     call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int
 ) -> None:
-    """Like `fill_lane` in plain torch, for rows with their scales, one run at a time."""
+    """Like `fill_lane` in plain torch, one run at a time."""
     (planes, near), work = source, call.work.lane
-    assert work is not None and lane.scales_3L is None, "it writes rows with their scales"  # noqa: PT018
+    assert work is not None, "the step has no round"
     first_place = 0
     runs = work.runs_R6[part.first_run : part.first_run + part.num_runs].tolist()
     for end, table_row, first_block, low, high, is_near in runs:
@@ -138,7 +128,7 @@ def fill_reference(
         for i_head in range(num_heads):
             place = (i_head * part.num_blocks + first_place) * BLOCK_TOKENS
             num_rows, offset = (end - first_place) * BLOCK_TOKENS, low - first_block * BLOCK_TOKENS
-            for rows_LD, rows_LKD in zip(lane[:2], rows_2LKD, strict=True):
+            for rows_LD, rows_LKD in zip(lane, rows_2LKD, strict=True):
                 rows_LD[place : place + num_rows] = 0
                 clamped_LD = rows_LKD[:, first_head + i_head].clamp(-FP16_MAX, FP16_MAX)  # NaN stays
                 rows_LD[place + offset : place + offset + len(token_L)] = clamped_LD.to(rows_LD.dtype)
@@ -152,14 +142,11 @@ def _between(b_0, b_1):
 
 
 @jit
-def _scaled_rows(b_numbers, b_scale, dtype: constexpr, SCALED: constexpr):
-    """Multiply numbers by the scale of their token, unless scales lie apart; what half precision does not hold is clamped."""
-    if SCALED:
-        return b_numbers.to(dtype)
-    else:
-        b_rows = b_numbers.to(tl.float32) * b_scale[:, None]
-        b_clamped = tl.minimum(tl.maximum(b_rows, -F16_MAX), F16_MAX)
-        return tl.where(b_rows == b_rows, b_clamped, b_rows).to(dtype)
+def _rows(b_numbers, b_scale):
+    """Multiply numbers by the scale of their token. What half precision does not hold becomes its largest number; NaN stays."""
+    b_rows = b_numbers.to(tl.float32) * b_scale[:, None]
+    b_clamped = tl.minimum(tl.maximum(b_rows, -F16_MAX), F16_MAX)
+    return tl.where(b_rows == b_rows, b_clamped, b_rows).to(tl.float16)
 
 
 @jit
@@ -176,20 +163,19 @@ def _store_half(p_row, b_half, m_n, HALF: constexpr, HEAD_DIM: constexpr):
 @jit
 def _fill_keys(
     p_k, p_signs, p_row, o_slot, m_n, m_store, b_scale,
-    KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, SCALED: constexpr, PLAIN: constexpr,
+    KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
     """Write a block of keys in the order of coordinates."""
     SIGNS: constexpr = HEAD_DIM // 8
-    dtype: constexpr = p_row.dtype.element_ty
     o_c = tl.arange(0, KEY_COLUMNS)
     b_codes = key_codes(p_k, o_slot, o_c, m_n, True, KEY_BITS, HEAD_DIM, PLAIN)
     if KEY_BITS == 8:
-        b_keys = _scaled_rows(key_numbers(b_codes, PLAIN), b_scale, dtype, SCALED)
+        b_keys = _rows(key_numbers(b_codes, PLAIN), b_scale)
         tl.store(p_row[:, None] + o_c[None, :], b_keys, mask=m_store[:, None] & (o_c < HEAD_DIM)[None, :])
     elif KEY_BITS == 4:
         b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
-        _store_half(p_row, _scaled_rows(b_0, b_scale, dtype, SCALED), m_store, 0, HEAD_DIM)
-        _store_half(p_row, _scaled_rows(b_1, b_scale, dtype, SCALED), m_store, 1, HEAD_DIM)
+        _store_half(p_row, _rows(b_0, b_scale), m_store, 0, HEAD_DIM)
+        _store_half(p_row, _rows(b_1, b_scale), m_store, 1, HEAD_DIM)
     else:
         b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
         if KEY_BITS == 5:
@@ -197,18 +183,17 @@ def _fill_keys(
             b_0, b_1, b_2, b_3 = key_parts_5(b_codes, b_upper, b_signs, o_c, SIGNS, PLAIN)
         else:
             b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
-        _store_half(p_row, _scaled_rows(_between(b_0, b_1), b_scale, dtype, SCALED), m_store, 0, HEAD_DIM)
-        _store_half(p_row, _scaled_rows(_between(b_2, b_3), b_scale, dtype, SCALED), m_store, 1, HEAD_DIM)
+        _store_half(p_row, _rows(_between(b_0, b_1), b_scale), m_store, 0, HEAD_DIM)
+        _store_half(p_row, _rows(_between(b_2, b_3), b_scale), m_store, 1, HEAD_DIM)
 
 
 @jit
 def _fill_values(
     p_v, p_signs, p_row, o_slot, m_n, m_store, b_scale,
-    VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, SCALED: constexpr, PLAIN: constexpr,
+    VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """Write a block of values; zeros if their scale is zero or NaN. If scales lie apart, rows have the sign of theirs."""
+    """Write a block of values; zeros if their scale is zero or NaN."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
-    dtype: constexpr = p_row.dtype.element_ty
     o_c = tl.arange(0, VALUE_COLUMNS)
     b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, True)
     if VALUE_BITS == 8:
@@ -223,11 +208,8 @@ def _fill_values(
         b_lower = _between(_between(b_0, b_2), _between(b_1, b_3))
         b_upper = _between(_between(b_4, b_6), _between(b_5, b_7))
     m_some = ((b_scale > 0) | (b_scale < 0))[:, None]
-    if SCALED:
-        b_sign = tl.where(b_scale < 0, -1.0, 1.0).to(tl.float16)[:, None]
-        b_lower, b_upper = b_lower * b_sign, b_upper * b_sign
-    b_lower = tl.where(m_some, _scaled_rows(b_lower, b_scale, dtype, SCALED), 0.0)
-    b_upper = tl.where(m_some, _scaled_rows(b_upper, b_scale, dtype, SCALED), 0.0)
+    b_lower = tl.where(m_some, _rows(b_lower, b_scale), 0.0)
+    b_upper = tl.where(m_some, _rows(b_upper, b_scale), 0.0)
     _store_half(p_row, b_lower, m_store, 0, HEAD_DIM)
     _store_half(p_row, b_upper, m_store, 1, HEAD_DIM)
 
@@ -255,11 +237,11 @@ def _fill_near(
 
 @jit_counting("table_stride", "near_stride", "first_run", "num_runs", "first_head", "num_heads", "num_blocks")
 def _fill_kernel(
-    p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_lane_scales, p_pages, p_runs,
-    p_near_k, p_near_v, p_near_pages, near_stride, table_stride, capacity, scale_log2, first_run, num_runs, first_head,
+    p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_lane_k, p_lane_v, p_pages, p_runs,
+    p_near_k, p_near_v, p_near_pages, near_stride, table_stride, first_run, num_runs, first_head,
     num_heads, num_blocks,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr,
-    NEAR_PAGE: constexpr, FIRST_TOKENS: constexpr, SCALED: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr,
+    NEAR_PAGE: constexpr, FIRST_TOKENS: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr,
     BLOCK_D: constexpr, BLOCK_N: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     o_n = tl.arange(0, BLOCK_N)
@@ -291,24 +273,12 @@ def _fill_kernel(
             m_store = o_token >= FIRST_TOKENS  # first tokens are exact for all rows that see codes
             b_ks = tl.load(p_k_scale + o_slot, mask=m_n, other=0.0).to(tl.float32)
             b_vs = tl.load(p_v_scale + o_slot, mask=m_n, other=0.0).to(tl.float32)
-            if not SCALED:
-                b_ks = tl.where(b_vs == b_vs, b_ks, b_vs)
-            _fill_keys(
-                p_k, p_k_signs, p_k_row, o_slot, m_n, m_store, b_ks, KEY_BITS, HEAD_DIM, KEY_COLUMNS, SCALED, PLAIN
-            )
+            b_ks = tl.where(b_vs == b_vs, b_ks, b_vs)
+            _fill_keys(p_k, p_k_signs, p_k_row, o_slot, m_n, m_store, b_ks, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
             _fill_values(
-                p_v, p_v_signs, p_v_row, o_slot, m_n, m_store, b_vs, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, SCALED, PLAIN
+                p_v, p_v_signs, p_v_row, o_slot, m_n, m_store, b_vs, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, PLAIN
             )
-            if SCALED:
-                # A zero has the logarithm of the least scale, so its token joins the sum. NaN stays NaN in the scores of rows
-                # that see it. Its inverse is finite: rows that do not see it take it times zero.
-                b_size = tl.abs(b_vs)
-                b_log = tl.where(b_size == 0.0, LEAST_LOG2, tl.log2(tl.where(b_size == 0.0, 1.0, b_size)))
-                b_inverse = tl.where(b_log == b_log, tl.exp2(-b_log), 1.0)
-                tl.store(p_lane_scales + o_row, b_ks * scale_log2, mask=m_store)
-                tl.store(p_lane_scales + capacity + o_row, b_log, mask=m_store)
-                tl.store(p_lane_scales + 2 * capacity + o_row, b_inverse, mask=m_store)
-        if NEAR_PAGE > 0:
+        if NEAR_PAGE > 0:  # noqa: SIM102 known at compile time, unlike the next
             if (is_near != 0) | (token < FIRST_TOKENS):
                 if PDL:
                     tl.extra.cuda.gdc_wait()
@@ -317,10 +287,6 @@ def _fill_kernel(
                     p_near_k, p_near_v, p_near_pages + table_row.to(tl.int64) * near_stride, p_k_row, p_v_row, o_token,
                     m_n & m_near, m_near, i_head, NUM_KV_HEADS, HEAD_DIM, NEAR_PAGE, BLOCK_D,
                 )  # fmt: skip
-                if SCALED:
-                    tl.store(p_lane_scales + o_row, tl.zeros_like(o_n).to(tl.float32) + scale_log2, mask=m_near)
-                    tl.store(p_lane_scales + capacity + o_row, tl.zeros_like(o_n).to(tl.float32), mask=m_near)
-                    tl.store(p_lane_scales + 2 * capacity + o_row, tl.zeros_like(o_n) + 1.0, mask=m_near)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # wait even without a block: the next kernel relies on all earlier ones

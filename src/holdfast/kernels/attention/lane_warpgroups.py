@@ -12,10 +12,6 @@ rotation    an output that codes have rotated is rotated back at the end of its 
             stays in shared memory.
 
 Boxes outside a tile's range come from outside the lane, which gives zeros. Other rows hold numbers, so nothing is zeroed.
-
-With `is_scaled` rows are code numbers, and each token has three scales in the ring:
-
-    seen = key scale * score scale * (q . k) + log2(value scale)      p = 2^(seen - m + 14)      sum += p / value scale
 """
 
 from itertools import product
@@ -69,7 +65,6 @@ from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
 
 LANE_TOKENS = kernel_constant(BLOCK_TOKENS)
 """Tokens of a copy: what lies side by side in the lane."""
-NUM_SCALES = kernel_constant(3)
 P_SHIFT = kernel_constant(14.0)
 """p = 1 of the softmax is 2 ** P_SHIFT in half precision, so that small p keep their bits."""
 OUTSIDE = kernel_constant(-(2**20))
@@ -87,19 +82,18 @@ def attend_lane(
     """Launch the large tiles of query heads that share KV heads [first_head, first_head + num_heads), without the merge."""
     (_, num_query_heads, head_dim), planes = call.q_THD.shape, source.planes
     scale, window, sinks_H, softcap = call.scoring
-    is_scaled, work = lane.scales_3L is not None, call.work.lane
+    work = call.work.lane
     assert work is not None, "the step has no round"
-    assert not (is_scaled and softcap is not None), "scores are not capped before their scale"
     # A capped score is softcap * tanh(inner * product), and exponentials have base 2.
     inner, outer = (0.0, scale) if softcap is None else (scale / softcap, softcap)
     near_block = 0 if source.near is None else source.near.block_tokens
     _attend_kernel[(call.num_sms,)](
-        call.q_THD, *(_describe(rows_LD) for rows_LD in lane[:2]), _describe_scales(lane), planes.rotation_DD,
+        call.q_THD, *map(_describe, lane), planes.rotation_DD,
         call.out_TX, call.work.tiles_X8, work.starts_2N, work.starts_2N.stride(0), sinks_H, inner,
         outer * LOG2_E, window or 0, hadamard_block(head_dim) ** -0.5, part.first_tile, part.num_tiles, first_head, num_heads, part.num_blocks,
-        len(lane.k_LD), NUM_HEADS=num_query_heads, GROUP=num_query_heads // planes.num_kv_heads, HEAD_DIM=head_dim,
+        NUM_HEADS=num_query_heads, GROUP=num_query_heads // planes.num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=_block_d(head_dim), HADAMARD=hadamard_block(head_dim), NEAR_BLOCK=near_block, ROTATED=planes.rotates_values,
-        HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None, HAS_CAP=softcap is not None, SCALED=is_scaled,
+        HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None, HAS_CAP=softcap is not None,
         TOKENS=prefill_block_tokens(head_dim), num_warps=4, **pdl_flags(call.q_THD),
     )  # fmt: skip
 
@@ -110,7 +104,7 @@ def attend_lane_reference(
     """Like `attend_lane` in plain torch, one tile and head at a time with its whole score matrix."""
     planes, near, group = source.planes, source.near, call.q_THD.shape[1] // source.planes.num_kv_heads
     (scale, window, sinks_H, softcap), work = call.scoring, call.work.lane
-    assert work is not None and lane.scales_3L is None, "it reads rows with their scales"  # noqa: PT018
+    assert work is not None, "the step has no round"
     out_THD, device = call.out_TX.view(call.q_THD.shape), call.q_THD.device
     tiles = call.work.tiles_X8[part.first_tile : part.first_tile + part.num_tiles].tolist()
     for (table_row, row, count, position, low, high, *_), i_head in product(tiles, range(num_heads)):
@@ -140,14 +134,6 @@ def _describe(rows_LD: Tensor) -> object:
     return TensorDescriptor.from_tensor(rows_LD, [BLOCK_TOKENS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
 
 
-def _describe_scales(lane: Lane) -> object | None:
-    """Describe boxes of one number of LANE_TOKENS tokens."""
-    if lane.scales_3L is None:
-        return None
-    layout = gl.NVMMASharedLayout(0, 32, rank=2)
-    return TensorDescriptor.from_tensor(lane.scales_3L.view(-1, BLOCK_TOKENS), [1, BLOCK_TOKENS], layout)
-
-
 @gluon_jit
 def _count_items(num_items):
     """Return this program's number of items: a tile and a KV head each."""
@@ -167,23 +153,6 @@ def _copy_boxes(rows, bar, s_boxes, first_box, o_row_0, o_row_1, NUM_PANELS: con
 
 
 @gluon_jit
-def _copy_scales(scales, bar, s_scales, place, o_row_0, o_row_1, capacity, NUM_BOXES: constexpr):
-    """Start the copies of the scales of a block."""
-    for i in gl.static_range(NUM_SCALES):
-        o_scale = i * (capacity // LANE_TOKENS)
-        s_box = s_scales.index((place * NUM_SCALES + i) * NUM_BOXES)
-        # An odd box outside of the first scales would read those before: their tokens are masked.
-        hopper.tma.async_copy_global_to_shared(
-            scales, [gl.where(o_row_0 < 0, -1, o_scale + o_row_0 // LANE_TOKENS), 0], bar, s_box
-        )
-        if NUM_BOXES == 2:
-            s_box = s_scales.index((place * NUM_SCALES + i) * NUM_BOXES + 1)
-            hopper.tma.async_copy_global_to_shared(
-                scales, [gl.where(o_row_1 < 0, -1, o_scale + o_row_1 // LANE_TOKENS), 0], bar, s_box
-            )
-
-
-@gluon_jit
 def _row_of(n, seen, high, own, codes_row, near_row, NEAR_BLOCK: constexpr):
     """Return the lane's row of token n, which begins a copy, or one outside if no row of the tile sees the copy's tokens."""
     row = codes_row + n
@@ -194,9 +163,9 @@ def _row_of(n, seen, high, own, codes_row, near_row, NEAR_BLOCK: constexpr):
 
 @gluon_jit
 def _copy(
-    k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks, capacity, s_k, s_v, s_scales,
+    k_rows, v_rows, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks, s_k, s_v,
     k_filled, k_freed, v_filled, v_freed,
-    NEAR_BLOCK: constexpr, HAS_WINDOW: constexpr, SCALED: constexpr,
+    NEAR_BLOCK: constexpr, HAS_WINDOW: constexpr,
 ):  # fmt: skip
     """Copy the blocks of all of this program's tiles."""
     TOKENS: constexpr = s_k.shape[1]
@@ -204,7 +173,6 @@ def _copy(
     NUM_PANELS: constexpr = s_k.shape[2] // PANEL
     PLACE_BOXES: constexpr = NUM_PANELS * NUM_BOXES
     NUM_BYTES: constexpr = NUM_BOXES * NUM_PANELS * k_rows.block_type.nbytes
-    SCALE_BYTES: constexpr = NUM_BOXES * NUM_SCALES * LANE_TOKENS * 4 if SCALED else 0
     s_k_boxes = s_k._reinterpret(s_k.dtype, [STAGES * PLACE_BOXES, LANE_TOKENS, PANEL], k_rows.layout)
     s_v_boxes = s_v._reinterpret(s_v.dtype, [STAGES * PLACE_BOXES, LANE_TOKENS, PANEL], v_rows.layout)
     num_rounds = _count_items(num_tiles * num_heads)
@@ -227,10 +195,8 @@ def _copy(
             place, phase = _place_of(count + i_block)
             bar = k_filled.index(place)
             hopper.mbarrier.wait(k_freed.index(place), phase ^ 1)
-            hopper.mbarrier.expect(bar, NUM_BYTES + SCALE_BYTES)
+            hopper.mbarrier.expect(bar, NUM_BYTES)
             _copy_boxes(k_rows, bar, s_k_boxes, place * PLACE_BOXES, o_row_0, o_row_1, NUM_PANELS, NUM_BOXES)
-            if SCALED:
-                _copy_scales(scales, bar, s_scales, place, o_row_0, o_row_1, capacity, NUM_BOXES)
             bar = v_filled.index(place)
             hopper.mbarrier.wait(v_freed.index(place), phase ^ 1)
             hopper.mbarrier.expect(bar, NUM_BYTES)
@@ -282,55 +248,11 @@ def _soften(b_score, b_m, b_l, outer):
 
 
 @gluon_jit
-def _scaled_scores(b_score, s_scales, place, outer):
-    """Return scores with the scale of their key and the logarithm of the scale of their value, and inverses of the latter."""
-    token_layout: constexpr = gl.SliceLayout(0, b_score.type.layout)
-    b_none = gl.zeros_like(b_score)
-    b_key = gl.expand_dims(s_scales.index(place * NUM_SCALES).load(token_layout), 0) + b_none
-    b_log = gl.expand_dims(s_scales.index(place * NUM_SCALES + 1).load(token_layout), 0) + b_none
-    return gl.fma(b_score, b_key, b_log)
-
-
-@gluon_jit
-def _soften_scaled(b_seen, b_m, b_l, s_scales, place):
-    """Like `_soften` with the scales of tokens."""
-    token_layout: constexpr = gl.SliceLayout(0, b_seen.type.layout)
-    b_inverse = gl.expand_dims(s_scales.index(place * NUM_SCALES + 2).load(token_layout), 0)
-    b_m_new = gl.maximum(b_m, gl.max(b_seen, axis=1))
-    b_m_safe = gl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-    b_p = _exp2(b_seen + gl.expand_dims(P_SHIFT - b_m_safe, 1))
-    b_alpha = _exp2(b_m - b_m_safe)
-    b_factor = gl.expand_dims(gl.convert_layout(b_alpha, gl.SliceLayout(1, b_l.type.layout)), 1)
-    return b_p, b_alpha, b_m_new, b_l * b_factor + _sum_tokens(b_p * b_inverse)
-
-
-@gluon_jit
-def _soft_block(
-    b_score, b_m, b_l, s_scales, place, k_freed, n, o_row, seen, first_clear, high, clear, position, window, inner, outer,
-    HAS_WINDOW: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
-):  # fmt: skip
-    """Mask a block's scores and take exponentials. The ring's place of keys and scales is free afterwards."""
-    if SCALED:
-        b_score = _scaled_scores(b_score, s_scales, place, outer)
-    else:
-        hopper.mbarrier.arrive(k_freed.index(place), count=1)
-    b_seen = _seen_scores(
-        b_score, n, o_row, seen, first_clear, high, clear, position, window, inner, HAS_WINDOW, HAS_CAP
-    )
-    if SCALED:
-        b_p, b_alpha, b_m_new, b_l = _soften_scaled(b_seen, b_m, b_l, s_scales, place)
-        hopper.mbarrier.arrive(k_freed.index(place), count=1)
-    else:
-        b_p, b_alpha, b_m_new, b_l = _soften(b_seen, b_m, b_l, outer)
-    return b_p, b_alpha, b_m_new, b_l
-
-
-@gluon_jit
 def _attend(
     p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile, num_tiles,
-    first_kv_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
+    first_kv_head, num_heads, s_q, s_k, s_v, s_rotation, k_filled, k_freed, v_filled, v_freed,
     HALF: constexpr, NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROTATED: constexpr, HADAMARD: constexpr,
-    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
+    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr,
 ):  # fmt: skip
     """Attend 64 rows times heads of all of this program's tiles: the first or second half of each."""
     TOKENS: constexpr = s_k.shape[1]
@@ -370,10 +292,11 @@ def _attend(
         hopper.mbarrier.wait(k_filled.index(place), phase)
         score = hopper.warpgroup_mma(s_rows, s_k.index(place).permute((1, 0)), b_none, use_acc=False, is_async=True)
         b_score = hopper.warpgroup_mma_wait(0, deps=[score])
-        b_soft, _, b_m, b_l = _soft_block(
-            b_score, b_m, b_l, s_scales, place, k_freed, begin, o_m // GROUP, seen, first_clear, high, clear, position,
-            window, inner, outer, HAS_WINDOW, HAS_CAP, SCALED,
-        )  # fmt: skip
+        hopper.mbarrier.arrive(k_freed.index(place), count=1)
+        b_score = _seen_scores(
+            b_score, begin, o_m // GROUP, seen, first_clear, high, clear, position, window, inner, HAS_WINDOW, HAS_CAP
+        )
+        b_soft, _, b_m, b_l = _soften(b_score, b_m, b_l, outer)
         b_p = gl.convert_layout(b_soft.to(s_v.dtype), p_layout)
         for i_block in range(1, num_blocks):
             v_place, v_phase = _place_of(count + i_block - 1)
@@ -385,10 +308,12 @@ def _attend(
             acc = hopper.warpgroup_mma(b_p, s_v.index(v_place), b_acc, is_async=True)
             _give_turn(HALF)
             b_score = hopper.warpgroup_mma_wait(1, deps=[score])
-            b_soft, b_alpha, b_m, b_l = _soft_block(
-                b_score, b_m, b_l, s_scales, place, k_freed, begin + i_block * TOKENS, o_m // GROUP, seen, first_clear,
-                high, clear, position, window, inner, outer, HAS_WINDOW, HAS_CAP, SCALED,
+            hopper.mbarrier.arrive(k_freed.index(place), count=1)
+            b_score = _seen_scores(
+                b_score, begin + i_block * TOKENS, o_m // GROUP, seen, first_clear, high, clear, position, window, inner,
+                HAS_WINDOW, HAS_CAP,
             )  # fmt: skip
+            b_soft, b_alpha, b_m, b_l = _soften(b_score, b_m, b_l, outer)
             gl.inline_asm_elementwise(STOP_ASM, "=r", [], gl.int32, False, 1)
             # Wait before the loop's end: ptxas serializes all wgmma if one is still in flight there.
             b_acc, b_soft = hopper.warpgroup_mma_wait(0, deps=[acc, b_soft])
@@ -475,19 +400,16 @@ def _store_rotation(p_rotation, s_rotation, HEAD_DIM: constexpr):
     hopper.fence_async_shared()
 
 
-@gluon_jit_counting(
-    "starts_stride", "window", "first_tile", "num_tiles", "first_head", "num_heads", "lane_blocks", "capacity"
-)
+@gluon_jit_counting("starts_stride", "window", "first_tile", "num_tiles", "first_head", "num_heads", "lane_blocks")
 def _attend_kernel(
-    p_q, k_rows, v_rows, scales, p_rotation, p_out, p_tiles, p_starts, starts_stride,
-    p_sinks, inner, outer, window, rotation_scale, first_tile, num_tiles, first_head, num_heads, lane_blocks, capacity,
+    p_q, k_rows, v_rows, p_rotation, p_out, p_tiles, p_starts, starts_stride,
+    p_sinks, inner, outer, window, rotation_scale, first_tile, num_tiles, first_head, num_heads, lane_blocks,
     NUM_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr, NEAR_BLOCK: constexpr,
-    ROTATED: constexpr, HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, SCALED: constexpr,
+    ROTATED: constexpr, HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr,
     TOKENS: constexpr, HADAMARD: constexpr, PDL: constexpr,
 ):  # fmt: skip
     SIDE: constexpr = BLOCK_D if BLOCK_D <= 128 else 128
     shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    token_shared: constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_q = gl.allocate_shared_memory(k_rows.dtype, [2, HEIGHT, BLOCK_D], shared)
     s_k = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TOKENS, BLOCK_D], shared)
     s_v = gl.allocate_shared_memory(v_rows.dtype, [STAGES, TOKENS, BLOCK_D], shared)
@@ -495,13 +417,6 @@ def _attend_kernel(
     if ROTATED:
         s_rotation = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], shared)
         _store_rotation(p_rotation, s_rotation, HEAD_DIM)
-    s_boxes = s_q
-    s_scales = s_q
-    if SCALED:
-        s_boxes = gl.allocate_shared_memory(
-            gl.float32, [STAGES * NUM_SCALES * (TOKENS // LANE_TOKENS), 1, LANE_TOKENS], scales.layout
-        )
-        s_scales = s_boxes._reinterpret(gl.float32, [STAGES * NUM_SCALES, TOKENS], token_shared)
     k_filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     k_freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
@@ -516,15 +431,15 @@ def _attend_kernel(
     # Heads of a tile run one after the other. Triton 3.6 keeps constants in these tuples only if they are written here.
     gl.warp_specialize([(_attend, (
         p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile,
-        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
-        0, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
+        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_rotation, k_filled, k_freed, v_filled, v_freed,
+        0, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP,
     )), (_attend, (
         p_q, p_out, p_tiles, p_sinks, inner, outer, window, rotation_scale, first_tile,
-        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_scales, s_rotation, k_filled, k_freed, v_filled, v_freed,
-        1, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP, SCALED,
+        num_tiles, first_head, num_heads, s_q, s_k, s_v, s_rotation, k_filled, k_freed, v_filled, v_freed,
+        1, NUM_HEADS, GROUP, HEAD_DIM, ROTATED, HADAMARD, HAS_WINDOW, HAS_SINKS, HAS_CAP,
     )), (_copy, (
-        k_rows, v_rows, scales, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks, capacity,
-        s_k, s_v, s_boxes, k_filled, k_freed, v_filled, v_freed, NEAR_BLOCK, HAS_WINDOW, SCALED,
+        k_rows, v_rows, p_tiles, p_starts, starts_stride, window, first_tile, num_tiles, num_heads, lane_blocks,
+        s_k, s_v, k_filled, k_freed, v_filled, v_freed, NEAR_BLOCK, HAS_WINDOW,
     ))], [4, COPY_WARPS], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     for i in gl.static_range(STAGES):
         hopper.mbarrier.invalidate(k_filled.index(i))
