@@ -854,7 +854,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D128, few rows, both": lambda: attention_of(BF16, 8, 128, None, 1, with_sinks=True, softcap=30.0),
     "prefill D128": lambda: attention_of(BF16, 8, 128, None, page_tokens=16),
     "prefill D128, pages of 256": lambda: attention_of(BF16, 8, 128, None, page_tokens=256),
-    "prefill D64, window and sinks": lambda: attention_of(FP16, 8, 64, 128, with_sinks=True, page_tokens=48),
+    "prefill D64, window and sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True, page_tokens=16),
     "prefill D80, sinks": lambda: attention_of(BF16, 1, 80, None, with_sinks=True, page_tokens=16),
     "prefill D96": lambda: attention_of(FP16, 1, 96, None, page_tokens=32),
     "prefill D192, window": lambda: attention_of(BF16, 5, 192, 4096, page_tokens=64),
