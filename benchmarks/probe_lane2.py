@@ -184,8 +184,8 @@ Attend = Callable[..., torch.Tensor]
 
 def make_lane(head_dim: int, device: torch.device) -> Lane:
     """Allocate a lane."""
-    num_blocks = lane_geometry(NUM_HEADS, NUM_KV_HEADS, head_dim).num_blocks
-    return lane_rows.lane_of(torch.empty(LANE_BYTES // 2, dtype=torch.float16, device=device), head_dim, num_blocks)
+    geometry = lane_geometry(NUM_HEADS, NUM_KV_HEADS, head_dim)
+    return lane_rows.lane_of(torch.empty(LANE_BYTES // 2, dtype=torch.float16, device=device), head_dim, geometry)
 
 
 def run(case: Case, step: QuantizedStep, cuts: list[Cut], device: torch.device, **options: Any) -> torch.Tensor:

@@ -65,7 +65,7 @@ def by_rows(
         num_rows = 64 * num_heads * part.num_blocks + more_rows
         k_LD = memory.take("k", num_rows, planes.head_dim, dtype=torch.float16)
         v_LD = memory.take("v", num_rows, planes.head_dim, dtype=torch.float16)
-        lane = Lane(k_LD, v_LD)
+        lane = Lane(k_LD, v_LD, LaneGeometry(1, num_rows // 64, planes.num_kv_heads))
         attend_rows = lane_warpgroups.attend_lane if device.type == "cuda" else lane_warpgroups.attend_lane_reference
         for first in range(0, planes.num_kv_heads, num_heads):
             count = min(num_heads, planes.num_kv_heads - first)

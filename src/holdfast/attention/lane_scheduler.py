@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels.attention.tile_work import LaneRound, LaneWork
-from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS, LaneGeometry
+from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS, LaneGeometry, lane_list_numbers
 from holdfast.memory.arena import MirroredTensor
 
 
@@ -70,7 +70,7 @@ class LaneScheduler:
         self._num_sms = num_sms
         self._near_block = near_block
         num_runs = 2 * max_num_seqs * len(RUN_FIELDS)
-        self._lists = MirroredTensor((num_runs + 2 * max_num_seqs,), torch.int32, device, device.type == "cpu")
+        self._lists = MirroredTensor((lane_list_numbers(max_num_seqs),), torch.int32, device, device.type == "cpu")
         self._num_run_numbers = num_runs
         self._host_runs_R6 = self._lists.host[:num_runs].reshape(-1, len(RUN_FIELDS))
         self._host_starts_2N = self._lists.host[num_runs:].reshape(2, -1)
@@ -80,6 +80,11 @@ class LaneScheduler:
     @property
     def num_bytes(self) -> int:
         return self._lists.tensor.nbytes
+
+    @property
+    def least_rows(self) -> int:
+        """Fewest rows of one prompt that read the lane."""
+        return self.geometry.tile_rows * -(-self._num_sms // self.geometry.num_kv_heads)
 
     def groups(self, columns_4N: np.ndarray, may_take_N: np.ndarray) -> list[LaneGroup]:
         """Choose among the sequences of a step that may take the lane: in order, as many at once as fit."""

@@ -140,8 +140,7 @@ class TileScheduler:
         self._lane: LaneScheduler | None = None
         if lane is not None:
             near_block = 0 if near is None else near.block_tokens
-            seqs = min(room.max_num_seqs, room.max_num_rows)
-            self._lane = LaneScheduler(lane, window, seqs, machine.num_sms, near_block, machine.device)
+            self._lane = LaneScheduler(lane, window, room.max_num_seqs, machine.num_sms, near_block, machine.device)
         first_row = (1 + room.max_tiles) * len(TILE_FIELDS)
         num_numbers = first_row + 2 * room.max_num_rows
         device = machine.device
@@ -159,6 +158,11 @@ class TileScheduler:
     @property
     def row_bytes(self) -> int:
         return self._rows_T2.nbytes
+
+    @property
+    def least_lane_rows(self) -> int:
+        """Fewest rows of one prompt that read the lane; 0: none do."""
+        return 0 if self._lane is None or self._machine.batch_invariant else self._lane.least_rows
 
     @property
     def lane_bytes(self) -> int:

@@ -181,10 +181,21 @@ class LaneGeometry(NamedTuple):
         return -(-self.num_kv_heads // -(-self.num_kv_heads // fitting)) if fitting else 0
 
 
-def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, num_bytes: int = LANE_BYTES) -> LaneGeometry:
-    """Return the geometry of a lane of so many bytes. A token of a head takes a row of keys and one of values."""
-    tile_rows = max(1, LANE_TILE // (num_heads // num_kv_heads))
-    return LaneGeometry(tile_rows, num_bytes // (2 * 2 * head_dim * BLOCK_TOKENS), num_kv_heads)
+def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None) -> LaneGeometry:
+    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need."""
+    fitting = LANE_BYTES // lane_block_bytes(head_dim)
+    num_blocks = fitting if most_blocks is None else min(fitting, most_blocks * num_kv_heads)
+    return LaneGeometry(max(1, LANE_TILE // (num_heads // num_kv_heads)), num_blocks, num_kv_heads)
+
+
+def lane_block_bytes(head_dim: int) -> int:
+    """Return the bytes of a block of one head: each token has a row of keys and one of values, in half precision."""
+    return 2 * 2 * head_dim * BLOCK_TOKENS
+
+
+def lane_list_numbers(max_num_seqs: int) -> int:
+    """Return the int32 numbers of the lane's lists: two runs and two starts of each sequence."""
+    return 2 * max_num_seqs * (len(RUN_FIELDS) + 1)
 
 
 def key_turn_dtype(dtype: str) -> str:

@@ -15,6 +15,7 @@ from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, 
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
+from holdfast.families.grouped.declarations import declined_lane
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes, parse_bytes
@@ -334,9 +335,11 @@ class Resolved:
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
         spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
-        if not self.near_tokens or not isinstance(spec, GroupedAttentionSpec):
+        if not isinstance(spec, GroupedAttentionSpec):
             return spec
-        return replace(spec, near=self._near_spec(layer, heads))
+        near = self._near_spec(layer, heads) if self.near_tokens else None
+        has_lane = declined_lane(spec, self.target.capability, self.is_invariant) is None
+        return replace(spec, near=near, has_lane=has_lane)
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention of every layer; empty if the model stores something else."""

@@ -19,6 +19,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
+from holdfast.kernels.attention.lane_rows import Lane
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
@@ -322,6 +323,8 @@ class QuantizedPages:
         self._reader = reader
         self._group = group
         self._near = near
+        self.lane: Lane | None = None
+        """What prompts read instead of the pages, if the step lists them."""
 
     def write(
         self,
@@ -352,7 +355,7 @@ class QuantizedPages:
             near = NearPages(
                 k_plane_SKD, v_plane_SKD, near_table_NP, spec.page_tokens, spec.block_tokens, spec.first_tokens
             )
-        quantized_attention(call, self.planes, near)
+        quantized_attention(call, self.planes, near, self.lane)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Return queries in the layout of the keys that `read` returns: coordinates in the keys' order."""

@@ -29,7 +29,7 @@ from holdfast.kernels.attention.dequantize import (
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes, bytes_at, key_codes
 from holdfast.kernels.attention.tile_work import LaneRound, TileCall
-from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS
+from holdfast.kernels.geometry import BLOCK_TOKENS, LANE_RUNS, RUN_FIELDS, LaneGeometry
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -56,6 +56,7 @@ class Lane(NamedTuple):
 
     k_LD: Tensor
     v_LD: Tensor
+    geometry: LaneGeometry
 
 
 class LaneSource(NamedTuple):
@@ -65,11 +66,11 @@ class LaneSource(NamedTuple):
     near: NearPages | None = None
 
 
-def lane_of(memory_E: Tensor, head_dim: int, num_blocks: int) -> Lane:
-    """View memory in half precision as a lane of so many blocks of one head."""
-    num_rows = num_blocks * BLOCK_TOKENS
+def lane_of(memory_E: Tensor, head_dim: int, geometry: LaneGeometry) -> Lane:
+    """View memory in half precision as a lane."""
+    num_rows = geometry.num_blocks * BLOCK_TOKENS
     k_LD, v_LD = memory_E[: 2 * num_rows * head_dim].view(2, num_rows, head_dim)
-    return Lane(k_LD, v_LD)
+    return Lane(k_LD, v_LD, geometry)
 
 
 def fill_lane(call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, first_head: int, num_heads: int) -> None:
@@ -81,7 +82,7 @@ def fill_lane(call: TileCall, source: LaneSource, lane: Lane, part: LaneRound, f
     _fill_kernel[(call.num_sms * FILL_PROGRAMS_PER_SM,)](
         planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
         None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
-        *lane, page_table_NP, work.runs_R6, *near_operands, page_table_NP.stride(0),
+        lane.k_LD, lane.v_LD, page_table_NP, work.runs_R6, *near_operands, page_table_NP.stride(0),
         part.first_run, part.num_runs, first_head, num_heads, part.num_blocks,
         KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits, NUM_KV_HEADS=planes.num_kv_heads, HEAD_DIM=head_dim,
         PAGE_TOKENS=planes.page_tokens, NEAR_PAGE=0 if near is None else near.page_tokens,
@@ -128,7 +129,7 @@ def fill_reference(
         for i_head in range(num_heads):
             place = (i_head * part.num_blocks + first_place) * BLOCK_TOKENS
             num_rows, offset = (end - first_place) * BLOCK_TOKENS, low - first_block * BLOCK_TOKENS
-            for rows_LD, rows_LKD in zip(lane, rows_2LKD, strict=True):
+            for rows_LD, rows_LKD in zip((lane.k_LD, lane.v_LD), rows_2LKD, strict=True):
                 rows_LD[place : place + num_rows] = 0
                 clamped_LD = rows_LKD[:, first_head + i_head].clamp(-FP16_MAX, FP16_MAX)  # NaN stays
                 rows_LD[place + offset : place + offset + len(token_L)] = clamped_LD.to(rows_LD.dtype)

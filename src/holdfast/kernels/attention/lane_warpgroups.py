@@ -19,7 +19,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.lane_rows import Lane, LaneSource
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource, fill_lane
 from holdfast.kernels.attention.prefill_warpgroups import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -71,6 +71,25 @@ OUTSIDE = kernel_constant(-(2**20))
 """Row before the lane: a copy from there gives zeros."""
 
 
+def runs_lane(device: torch.device) -> bool:
+    """Return True if this process can attend to the lane: it has Gluon, or the reference stands in on a CPU."""
+    return gl is not None or device.type == "cpu"
+
+
+def attend_by_lane(call: TileCall, source: LaneSource, lane: Lane) -> None:
+    """Fill and attend in all rounds of a step, some heads at a time."""
+    assert call.work.lane is not None, "the step has no round"
+    num_kv_heads = source.planes.num_kv_heads
+    # The interpreter cannot run Gluon.
+    attend = attend_lane if call.q_THD.is_cuda else attend_lane_reference
+    for part in call.work.lane.rounds:
+        most = lane.geometry.heads(part.num_blocks)
+        for first_head in range(0, num_kv_heads, most):
+            num_heads = min(most, num_kv_heads - first_head)
+            fill_lane(call, source, lane, part, first_head, num_heads)
+            attend(call, source, lane, part, first_head, num_heads)
+
+
 def attend_lane(
     call: TileCall,
     source: LaneSource,
@@ -88,7 +107,7 @@ def attend_lane(
     inner, outer = (0.0, scale) if softcap is None else (scale / softcap, softcap)
     near_block = 0 if source.near is None else source.near.block_tokens
     _attend_kernel[(call.num_sms,)](
-        call.q_THD, *map(_describe, lane), planes.rotation_DD,
+        call.q_THD, _describe(lane.k_LD), _describe(lane.v_LD), planes.rotation_DD,
         call.out_TX, call.work.tiles_X8, work.starts_2N, work.starts_2N.stride(0), sinks_H, inner,
         outer * LOG2_E, window or 0, hadamard_block(head_dim) ** -0.5, part.first_tile, part.num_tiles, first_head, num_heads, part.num_blocks,
         NUM_HEADS=num_query_heads, GROUP=num_query_heads // planes.num_kv_heads, HEAD_DIM=head_dim,
