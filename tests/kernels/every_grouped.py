@@ -18,6 +18,7 @@ from kernels import quantized_kv_cases as quantized
 from kernels import tiled_cases as tiled
 from kernels.every_attention import PEAK_NATS, Attention, Memory, Poison, Step, World
 from kernels.exactness import island, random, require_native
+from kernels.lane_cases import by_lane
 from kernels.paged_cases import PagedCase, scattered_case
 from kernels.quantized_kv_cases import BITS, QuantizedStep
 
@@ -150,17 +151,18 @@ def make_quantized(
     bits: tuple[int, int],
     large: bool,
     function: Callable[..., torch.Tensor] = quantized_attention,
+    head_dim: int = HEAD_DIM,
 ) -> World:
     rotates = bits[0] < 8, bits[1] < 8
     leaves = step.poison is not Poison.LEFTOVERS
     case = QuantizedStep(
         bits,
         list(step.rows),
-        queries(step).half(),
-        tokens(step, rotates),
+        queries(step, head_dim).half(),
+        tokens(step, rotates, head_dim),
         PAGE,
         step.window,
-        HEAD_DIM**-0.5,
+        head_dim**-0.5,
         step.seed,
         sinks=sinks(step),
         softcap=step.softcap,
@@ -207,6 +209,18 @@ QUANTIZED = [
     for bits in BITS
     for name, large in SIZES
 ]
+LANE = [
+    Attention(
+        f"lane k{bits[0]}v{bits[1]}",
+        partial(make_quantized, bits=bits, large=True, function=by_lane()),
+        HEAD_DIM,
+        tolerance=3e-3,
+        family="lane",
+        page=PAGE,
+        takes=ALL | {"padding", "uneven"},
+    )
+    for bits in ((8, 4), (3, 3))
+]
 PLAIN = [
     Attention("native", partial(make_paged, function=paged_attention), HEAD_DIM, 2e-5, page=PAGE, takes=ALL),
     Attention(
@@ -233,17 +247,29 @@ PLAIN = [
         for bits in BITS
     ),
 ]
-GROUPED = (*TILED, *QUANTIZED, *PLAIN)
-HOPPER = tuple(
+GROUPED = (*TILED, *QUANTIZED, *LANE, *PLAIN)
+HOPPER = (
     Attention(
-        f"grouped warpgroups, D{head_dim}",
-        partial(make_tiled, large=True, function=tiled.in_warpgroups, head_dim=head_dim),
-        head_dim,
-        tolerance=2e-3,
-        family="grouped warpgroups",
-        block=block,
+        "lane warpgroups",
+        partial(make_quantized, bits=(4, 4), large=True, function=by_lane(), head_dim=64),
+        64,
+        tolerance=3e-3,
+        family="lane warpgroups",
+        block=128,
         page=PAGE,
-        takes=ALL | {"splits", "padding"},
-    )
-    for head_dim, block in ((64, 128), (256, 64))
+        takes=ALL | {"padding", "uneven"},
+    ),
+    *(
+        Attention(
+            f"grouped warpgroups, D{head_dim}",
+            partial(make_tiled, large=True, function=tiled.in_warpgroups, head_dim=head_dim),
+            head_dim,
+            tolerance=2e-3,
+            family="grouped warpgroups",
+            block=block,
+            page=PAGE,
+            takes=ALL | {"splits", "padding"},
+        )
+        for head_dim, block in ((64, 128), (256, 64))
+    ),
 )

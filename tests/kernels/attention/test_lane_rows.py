@@ -1,4 +1,4 @@
-"""Rows of the lane  against plain torch, and attention over them against float64."""
+"""Rows of the lane against plain torch, and attention over them against float64."""
 
 import torch
 
@@ -8,8 +8,7 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.kernels.geometry import LaneGeometry
 from kernels.exactness import same_bits
-from kernels.lane_cases import near_reference
-from kernels.lane_row_cases import Lane, LaneSource, by_rows, lane_rows, with_lane, with_near
+from kernels.lane_cases import Lane, LaneSource, by_lane, lane_rows, near_reference, with_lane, with_near
 from kernels.paged_cases import odd_sinks
 from kernels.quantized_kv_cases import (
     BITS,
@@ -70,7 +69,7 @@ def test_lane_near_rows_equal_reference(first, window):
 def test_attention_over_lane_rows_is_exact(bits):
     step = quantized_step(bits, [(60, 9), (0, 70)], 64, group=2, num_kv_heads=2)
     tiles = cut_tiles(step, [LARGE, LARGE])
-    assert_near(run_tiles(step, tiles, CPU, by_rows(heads=1)), step.exact(), step)
+    assert_near(run_tiles(step, tiles, CPU, by_lane(heads=1)), step.exact(), step)
 
 
 @for_each("first, window", [(16, None), (0, 100), (0, None)])
@@ -79,16 +78,16 @@ def test_attention_over_near_rows_is_exact(first, window):
     step.sinks, step.softcap = odd_sinks(4), 20.0
     near, tiles, whole = with_near(step, first, CPU)
     expected = run_tiles(step, tiles, CPU, near_reference(near)).double()
-    assert_near(run_tiles(step, whole, CPU, by_rows(near)), expected, step)
+    assert_near(run_tiles(step, whole, CPU, by_lane(near)), expected, step)
 
 
 @for_each("which", [0, 1])
 def test_nan_token_spares_earlier_rows(which):
     step = quantized_step((8, 4), [(0, 40), (0, 5)], 16, group=2)
     tiles = cut_tiles(step, [LARGE, LARGE])
-    clean = run_tiles(step, tiles, CPU, by_rows())
+    clean = run_tiles(step, tiles, CPU, by_lane())
     step.tokens[0][which][30] = NAN
-    out = run_tiles(step, tiles, CPU, by_rows())
+    out = run_tiles(step, tiles, CPU, by_lane())
     assert same_bits(out[:30], clean[:30])
     assert same_bits(out[40:], clean[40:])
     assert out[30:40].isnan().all()
