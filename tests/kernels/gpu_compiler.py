@@ -26,6 +26,8 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from holdfast.kernels import activation, hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
+    lane_rows,
+    lane_warpgroups,
     prefill_warpgroups,
     quantized_attention,
     rope_rows,
@@ -38,7 +40,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns  # noqa:
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
-from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
+from holdfast.kernels.attention.tile_work import LaneRound, LaneWork, TileCall, TileWork  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
@@ -54,7 +56,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     small_batch,
 )
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
-from holdfast.kernels.geometry import order_specs  # noqa: E402
+from holdfast.kernels.geometry import LaneGeometry, order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
     compress,
     compressed_attention,
@@ -368,6 +370,33 @@ def quantized_attention_of(
     near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
     near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
     quantized_attention.quantized_attention(call, planes, near_pages)
+
+
+def lane_case(
+    dtype: torch.dtype,
+    bits: tuple[int, int],
+    group: int,
+    head_dim: int,
+    window: int | None = None,
+    page_tokens: int = 64,
+    with_sinks: bool = False,
+    softcap: float | None = None,
+    near: int | None = None,
+) -> None:
+    """Filling the lane, and attention to it. `near`: first tokens beside near blocks of 64."""
+    planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
+    planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
+    q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
+    part, sinks = LaneRound(1, 2, 0, 2, 3), torch.empty(2 * group) if with_sinks else None
+    work = TileWork(numbers, numbers, False, False, has_merge=False, lane=LaneWork(numbers, numbers[:2], (part,)))
+    scoring, out = Scoring(0.1, window, sinks, softcap), q.view(16, -1)
+    call = TileCall(q, numbers, work, scoring, out, out, out, 132)
+    near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
+    near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
+    source, memory = lane_rows.LaneSource(planes, near_pages), torch.empty(2**16 * head_dim, dtype=FP16)
+    lane = lane_rows.lane_of(memory, head_dim, LaneGeometry(1, 16, 2))
+    lane_rows.fill_lane(call, source, lane, part, 0, 2)
+    lane_warpgroups.attend_lane(call, source, lane, part, 0, 2)
 
 
 def experts_of(
@@ -881,6 +910,12 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D128, keys of 5 bits": lambda: write_quantized_of(BF16, 128, formats=((5, 4),)),
     "write quantized D80, keys of 5 bits": lambda: write_quantized_of(FP16, 80, False, ((5, 4),), with_near=True),
     "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
+    "lane 8/4 D128": lambda: lane_case(BF16, (8, 4), 8, 128),
+    "lane 3/3 D128, near": lambda: lane_case(BF16, (3, 3), 5, 128, near=16),
+    "lane 8/8 D64, window": lambda: lane_case(FP16, (8, 8), 7, 64, 99, page_tokens=16),
+    "lane 5/4 D80, both": lambda: lane_case(BF16, (5, 4), 1, 80, with_sinks=True, softcap=50.0),
+    "lane 4/4 D192, near and window": lambda: lane_case(BF16, (4, 4), 4, 192, 99, near=0),
+    "lane 4/4 D256": lambda: lane_case(BF16, (4, 4), 4, 256),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
     "quantized 8/4 D128": lambda: quantized_attention_of(BF16, (8, 4), 8, 128),
     "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
@@ -1032,6 +1067,8 @@ def main() -> None:
         hyper_connections,
         joint_row,
         index_scores,
+        lane_rows,
+        lane_warpgroups,
         latent_attention,
         latent_prefill,
         latent_projection,
