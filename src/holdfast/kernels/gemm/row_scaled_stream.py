@@ -124,9 +124,9 @@ def _launch(
         TensorDescriptor.from_tensor(rows.codes_TK, [block_m, STEP_K], layout),
         weight.codes.view(torch.uint8), rows.scales_TB, weight.scales, weight.scales if bias_N is None else bias_N,
         out_MN, *scratch, num_rows, size_n, size_k, num_tiles, num_steps,
+        form.steps_ahead, form.release_steps,
         KIND=kind, HAS_BIAS=bias_N is not None, MOST_PARTS=most_parts(num_tiles, num_steps), BLOCK_M=block_m,
-        STAGES=form.num_stages, AHEAD=form.steps_ahead, RELEASE=form.release_steps,
-        num_warps=4, **pdl_flags(out_MN),
+        STAGES=form.num_stages, num_warps=4, **pdl_flags(out_MN),
     )  # fmt: skip
     return num_tiles
 
@@ -177,32 +177,64 @@ def _prefetch_stretch(p_codes, unit, end, num_steps, size_n, size_k, GATED: cons
 
 
 @gluon_jit
-def _part_offsets(i_box, layout: constexpr, BLOCK_M: constexpr):
-    """Return the places of a box's sums in a program's part of a tile."""
-    o_n = gl.arange(0, BOX, gl.SliceLayout(1, layout))
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    return (i_box * BLOCK_M + o_m)[None, :] * BOX + o_n[:, None]
+def _part_offsets(BLOCK_M: constexpr):
+    """Return the places of a box's sums in memory: those of a thread lie side by side."""
+    layout: constexpr = gl.BlockedLayout([1, BLOCK_M // 2], [32, 1], [4, 1], [1, 0])
+    o_thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    o_sum = gl.arange(0, BLOCK_M // 2, gl.SliceLayout(0, layout))
+    return o_thread[:, None] * (BLOCK_M // 2) + o_sum[None, :]
 
 
 @gluon_jit
-def _sum_parts(p_partials, first_program, num_parts, i_box, layout: constexpr, MOST_PARTS: constexpr, BLOCK_M: constexpr):
+def _by_thread(b_y):
+    """View sums [N, M] as [threads, sums of a thread]; no number moves."""
+    BLOCK_M: constexpr = b_y.shape[1]
+    layout: constexpr = gl.BlockedLayout([1, BLOCK_M // 2], [32, 1], [4, 1], [1, 0])
+    b_y = b_y.reshape((4, 2, 8, BLOCK_M // 8, 4, 2)).permute((0, 2, 4, 3, 1, 5)).reshape((128, BLOCK_M // 2))
+    return gl.convert_layout(b_y, layout, assert_trivial=True)
+
+
+@gluon_jit
+def _by_output(b_sums, layout: constexpr):
+    """Undo `_by_thread`."""
+    BLOCK_M: constexpr = 2 * b_sums.shape[1]
+    b_y = b_sums.reshape((4, 8, 4, BLOCK_M // 8, 2, 2)).permute((0, 4, 1, 3, 2, 5)).reshape((64, BLOCK_M))
+    return gl.convert_layout(b_y, layout, assert_trivial=True)
+
+
+@gluon_jit
+def _sum_parts(p_partials, first_program, num_parts, o_part, layout: constexpr, MOST_PARTS: constexpr):
     """Add the parts of a box in the order of K, as other programs stored them."""
-    o_part = _part_offsets(i_box, layout, BLOCK_M)
-    p_part = p_partials + (2 * first_program + 1) * (2 * BOX * BLOCK_M)
-    b_y = gl.load(p_part + o_part, cache_modifier=".cg")
-    for i in gl.static_range(1, MOST_PARTS):
-        p_part = p_partials + 2 * (first_program + i) * (2 * BOX * BLOCK_M)
-        m_part = gl.full_like(o_part, 0) + i < num_parts
-        b_y += gl.load(p_part + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-    return b_y
+    BLOCK_M: constexpr = 2 * o_part.shape[1]
+    PART: constexpr = 2 * BOX * BLOCK_M
+    b_sums = gl.load(p_partials + (2 * first_program + 1) * PART + o_part, cache_modifier=".cg")
+    if BLOCK_M <= 32:
+        for i in gl.static_range(1, MOST_PARTS):  # all loads at once
+            m_part = gl.full_like(o_part, 0) + i < num_parts
+            p_part = p_partials + 2 * (first_program + i) * PART + o_part
+            b_sums += gl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg")
+    else:
+        for i in range(1, num_parts):
+            b_sums += gl.load(p_partials + 2 * (first_program + i) * PART + o_part, cache_modifier=".cg")
+    return _by_output(b_sums, layout)
 
 
 @gluon_jit
-def _scaled(b_y, p_scales, p_bias, b_x_scales, o_n, m_n, HAS_BIAS: constexpr):
-    """Apply the scales of weight and rows, and the bias."""
-    b_y *= gl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
+def _load_scales(p_scales, p_bias, o_n, size_n, HAS_BIAS: constexpr):
+    """Return the scales of outputs, and their biases."""
+    b_scales = gl.load(p_scales + o_n, mask=o_n < size_n, other=0.0)
+    b_bias = b_scales
     if HAS_BIAS:
-        b_y += gl.load(p_bias + o_n, mask=m_n, other=0.0).to(gl.float32)[:, None]
+        b_bias = gl.load(p_bias + o_n, mask=o_n < size_n, other=0.0).to(gl.float32)
+    return b_scales, b_bias
+
+
+@gluon_jit
+def _scaled(b_y, numbers, b_x_scales, HAS_BIAS: constexpr):
+    """Apply the scales of weight and rows, and the bias."""
+    b_y *= numbers[0][:, None] * b_x_scales[None, :]
+    if HAS_BIAS:
+        b_y += numbers[1][:, None]
     return b_y
 
 
@@ -220,36 +252,31 @@ def _store(p_out, b_y, first, num_rows, size_n):
 
 @gluon_jit
 def _finish(
-    p_scales, p_bias, p_out, p_amax, b_0, b_1, b_x_scales, tile, num_tiles, num_rows, size_n,
+    p_out, p_amax, b_0, b_1, numbers_0, numbers_1, b_x_scales, tile, num_tiles, num_rows, size_n,
     KIND: constexpr, HAS_BIAS: constexpr,
 ):  # fmt: skip
     """Turn the sums of a tile into outputs."""
     layout: constexpr = b_0.type.layout
-    GATED: constexpr = KIND != ""
-    o_m = gl.arange(0, b_0.shape[1], gl.SliceLayout(0, layout))
-    first = tile * (BOX if GATED else 2 * BOX)
-    o_n = first + gl.arange(0, BOX, gl.SliceLayout(1, layout))
-    b_0 = _scaled(b_0, p_scales, p_bias, b_x_scales, o_n, o_n < size_n, HAS_BIAS)
-    if GATED:
-        b_1 = _scaled(b_1, p_scales + size_n, p_bias + size_n, b_x_scales, o_n, o_n < size_n, HAS_BIAS)
+    b_0 = _scaled(b_0, numbers_0, b_x_scales, HAS_BIAS)
+    b_1 = _scaled(b_1, numbers_1, b_x_scales, HAS_BIAS)
+    if KIND != "":
+        o_m = gl.arange(0, b_0.shape[1], gl.SliceLayout(0, layout))
+        o_n = tile * BOX + gl.arange(0, BOX, gl.SliceLayout(1, layout))
         b_y = (activated_numbers(b_0, KIND) * b_1).to(p_out.dtype.element_ty)
         # Compare as integers: NaN is above all numbers, so it is not lost.
         b_sizes = gl.where((o_n < size_n)[:, None], size_bits(b_y.to(gl.float32)), 0)
         gl.store(p_amax + o_m * num_tiles + tile, gl.max(b_sizes, axis=0), mask=o_m < num_rows)
-        _store(p_out, b_y, first, num_rows, size_n)
+        _store(p_out, b_y, tile * BOX, num_rows, size_n)
     else:
-        o_n += BOX
-        b_1 = _scaled(b_1, p_scales, p_bias, b_x_scales, o_n, o_n < size_n, HAS_BIAS)
-        _store(p_out, b_0, first, num_rows, size_n)
-        _store(p_out, b_1, first + BOX, num_rows, size_n)
+        _store(p_out, b_0, 2 * tile * BOX, num_rows, size_n)
+        _store(p_out, b_1, 2 * tile * BOX + BOX, num_rows, size_n)
 
 
-@gluon_jit_counting("num_rows")
+@gluon_jit_counting("num_rows", "steps_ahead", "release_steps")
 def row_scaled_stream_kernel(
     weight, rows, p_codes, p_x_scales, p_scales, p_bias, p_out, p_partials, p_arrived, p_amax,
-    num_rows, size_n, size_k, num_tiles, num_steps,
-    KIND: constexpr, HAS_BIAS: constexpr, MOST_PARTS: constexpr, BLOCK_M: constexpr, STAGES: constexpr,
-    AHEAD: constexpr, RELEASE: constexpr, PDL: constexpr,
+    num_rows, size_n, size_k, num_tiles, num_steps, steps_ahead, release_steps,
+    KIND: constexpr, HAS_BIAS: constexpr, MOST_PARTS: constexpr, BLOCK_M: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     GATED: constexpr = KIND != ""
     NUM_BYTES: constexpr = 2 * weight.block_type.nbytes + rows.block_type.nbytes
@@ -275,14 +302,14 @@ def row_scaled_stream_kernel(
         is_last = next_step + 1 == num_steps
         next_tile += is_last.to(gl.int32)
         next_step = gl.where(is_last, 0, next_step + 1)
-    if AHEAD > 0:
-        stop = gl.minimum(first + STAGES + AHEAD, end)
-        if first + STAGES < stop:
-            _prefetch_stretch(p_codes, first + STAGES, stop, num_steps, size_n, size_k, GATED)
+    stop = gl.minimum(first + STAGES + steps_ahead, end)
+    if first + STAGES < stop:
+        _prefetch_stretch(p_codes, first + STAGES, stop, num_steps, size_n, size_k, GATED)
     if PDL:
         wait_for_kernels_before()
-        if RELEASE == 0:
+        if release_steps == 0:
             launch_dependents()
+    release = gl.where(release_steps == 0, -1, gl.maximum(end - release_steps, first))
     i_step = step_0
     for i in gl.static_range(STAGES):
         hopper.tma.async_copy_global_to_shared(
@@ -297,9 +324,16 @@ def row_scaled_stream_kernel(
     for tile in range(tile_0, (end + num_steps - 1) // num_steps):
         b_0 = gl.zeros([BOX, BLOCK_M], gl.float32, layout)
         b_1 = gl.zeros([BOX, BLOCK_M], gl.float32, layout)
+        # Loaded here, they arrive while the loop runs.
+        o_n = tile * (BOX if GATED else 2 * BOX) + gl.arange(0, BOX, gl.SliceLayout(1, layout))
+        numbers_0 = _load_scales(p_scales, p_bias, o_n, size_n, HAS_BIAS)
+        if GATED:
+            numbers_1 = _load_scales(p_scales + size_n, p_bias + size_n, o_n, size_n, HAS_BIAS)
+        else:
+            numbers_1 = _load_scales(p_scales, p_bias, o_n + BOX, size_n, HAS_BIAS)
         for unit in range(gl.maximum(first, tile * num_steps), gl.minimum(end, (tile + 1) * num_steps)):
-            if PDL and RELEASE > 0:
-                if unit == gl.maximum(end - RELEASE, first):
+            if PDL:
+                if unit == release:
                     launch_dependents()
             hopper.mbarrier.wait(filled.index(slot), phase)
             s_rows = s_x.index(slot).permute((1, 0))
@@ -327,18 +361,21 @@ def row_scaled_stream_kernel(
         is_whole = num_parts == 1
         if num_parts > 1:
             is_first = (i_program == first_program).to(gl.int32)
+            o_part = _part_offsets(BLOCK_M)
             p_part = p_partials + (2 * i_program + is_first) * (2 * BOX * BLOCK_M)
-            gl.store(p_part + _part_offsets(0, layout, BLOCK_M), b_0)
-            gl.store(p_part + _part_offsets(1, layout, BLOCK_M), b_1)
+            gl.store(p_part + o_part, _by_thread(b_0))
+            gl.store(p_part + BOX * BLOCK_M + o_part, _by_thread(b_1))
             _synchronize()
             is_whole = gl.atomic_add(p_arrived + tile, 1, sem="acq_rel") == num_parts - 1
             if is_whole:
                 gl.store(p_arrived + tile, 0)
-                b_0 = _sum_parts(p_partials, first_program, num_parts, 0, layout, MOST_PARTS, BLOCK_M)
-                b_1 = _sum_parts(p_partials, first_program, num_parts, 1, layout, MOST_PARTS, BLOCK_M)
+                b_0 = _sum_parts(p_partials, first_program, num_parts, o_part, layout, MOST_PARTS)
+                b_1 = _sum_parts(
+                    p_partials + BOX * BLOCK_M, first_program, num_parts, o_part, layout, MOST_PARTS
+                )
         if is_whole:
             _finish(
-                p_scales, p_bias, p_out, p_amax, b_0, b_1, b_x_scales, tile, num_tiles, num_rows, size_n,
+                p_out, p_amax, b_0, b_1, numbers_0, numbers_1, b_x_scales, tile, num_tiles, num_rows, size_n,
                 KIND, HAS_BIAS,
             )  # fmt: skip
     for i in gl.static_range(STAGES):
