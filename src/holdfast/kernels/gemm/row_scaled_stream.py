@@ -12,6 +12,7 @@ and sends prefetches of the next bytes to the L2 cache. It takes less than half 
 product runs, the programs of the next one are there already.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,10 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-NUM_PROGRAMS = 132
+MOST_PROGRAMS = 132
 """SMs of an H200."""
+LEAST_STEPS = 4
+"""Fewest steps of a program: parts of tiles cost more than they save in a small weight."""
 MOST_ROWS = 64
 BOX_N, STEP_K = 64, 128
 """Outputs of one wgmma, and columns of a step. Tensor cores add e4m3 products with few bits, so every step begins at zero."""
@@ -74,19 +77,32 @@ def stream_form(block_m: int) -> StreamForm:
     return StreamForm({16: 6, 32: 5, 64: 4}[block_m], 6, 12)
 
 
-def num_tiles_and_steps(size_n: int, size_k: int, gated: bool) -> tuple[int, int]:
-    """Return tiles of outputs and steps along K; a gated tile has the gate and the up of its outputs."""
-    return -(-size_n // (BOX_N if gated else 2 * BOX_N)), -(-size_k // STEP_K)
+class Stretches(NamedTuple):
+    """How programs share the walk over a weight, from its shape alone."""
+
+    num_tiles: int
+    """Tiles of outputs; a gated tile has the gates and the ups of its outputs."""
+    num_steps: int
+    """Steps of a tile along K."""
+    num_programs: int
+
+    @property
+    def most_parts(self) -> int:
+        """The most programs that share a tile."""
+        owners = [(self.owner(tile, 0), self.owner(tile, self.num_steps - 1)) for tile in range(self.num_tiles)]
+        return max(last - first for first, last in owners) + 1
+
+    def owner(self, tile: int, step: int) -> int:
+        """Return the program that takes a step."""
+        unit = tile * self.num_steps + step
+        return ((unit + 1) * self.num_programs - 1) // (self.num_tiles * self.num_steps)
 
 
-def most_parts(num_tiles: int, num_steps: int) -> int:
-    """Return the most programs that share a tile."""
-    total = num_tiles * num_steps
-    owners = [
-        ((tile * num_steps + 1) * NUM_PROGRAMS - 1) // total for tile in range(num_tiles)
-    ]  # fmt: skip
-    lasts = [((tile + 1) * num_steps * NUM_PROGRAMS - 1) // total for tile in range(num_tiles)]
-    return max(last - first for first, last in zip(owners, lasts, strict=True)) + 1
+@lru_cache
+def stretches(size_n: int, size_k: int, gated: bool) -> Stretches:
+    """Divide the walk over a weight into equal stretches."""
+    num_tiles, num_steps = -(-size_n // (BOX_N if gated else 2 * BOX_N)), -(-size_k // STEP_K)
+    return Stretches(num_tiles, num_steps, max(1, min(MOST_PROGRAMS, num_tiles * num_steps // LEAST_STEPS)))
 
 
 def stream_linear(
@@ -116,19 +132,19 @@ def _launch(
     assert block_m, f"{num_rows} rows, and this kernel takes {MOST_ROWS}"
     assert weight.shape == (size_n * (2 if kind else 1), size_k), f"{weight.shape=} {out_MN.shape=} {size_k=}"
     assert scratch is not None, "parts of tiles need scratch"
-    num_tiles, num_steps = num_tiles_and_steps(size_n, size_k, bool(kind))
+    shared = stretches(size_n, size_k, bool(kind))
     form = form or stream_form(block_m)
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
-    row_scaled_stream_kernel[(NUM_PROGRAMS,)](
+    row_scaled_stream_kernel[(shared.num_programs,)](
         TensorDescriptor.from_tensor(weight.codes, [BOX_N, STEP_K], layout),
         TensorDescriptor.from_tensor(rows.codes_TK, [block_m, STEP_K], layout),
         weight.codes.view(torch.uint8), rows.scales_TB, weight.scales, weight.scales if bias_N is None else bias_N,
-        out_MN, *scratch, num_rows, size_n, size_k, num_tiles, num_steps,
+        out_MN, *scratch, num_rows, size_n, size_k, shared.num_tiles, shared.num_steps,
         form.steps_ahead, form.release_steps,
-        KIND=kind, HAS_BIAS=bias_N is not None, MOST_PARTS=most_parts(num_tiles, num_steps), BLOCK_M=block_m,
+        KIND=kind, HAS_BIAS=bias_N is not None, MOST_PARTS=shared.most_parts, BLOCK_M=block_m,
         STAGES=form.num_stages, num_warps=4, **pdl_flags(out_MN),
     )  # fmt: skip
-    return num_tiles
+    return shared.num_tiles
 
 
 @jit
@@ -332,9 +348,8 @@ def row_scaled_stream_kernel(
         else:
             numbers_1 = _load_scales(p_scales, p_bias, o_n + BOX, size_n, HAS_BIAS)
         for unit in range(gl.maximum(first, tile * num_steps), gl.minimum(end, (tile + 1) * num_steps)):
-            if PDL:
-                if unit == release:
-                    launch_dependents()
+            if PDL and unit == release:
+                launch_dependents()
             hopper.mbarrier.wait(filled.index(slot), phase)
             s_rows = s_x.index(slot).permute((1, 0))
             sum_0 = hopper.warpgroup_mma(s_w.index(2 * slot), s_rows, b_zero, use_acc=False, is_async=True)
@@ -370,9 +385,7 @@ def row_scaled_stream_kernel(
             if is_whole:
                 gl.store(p_arrived + tile, 0)
                 b_0 = _sum_parts(p_partials, first_program, num_parts, o_part, layout, MOST_PARTS)
-                b_1 = _sum_parts(
-                    p_partials + BOX * BLOCK_M, first_program, num_parts, o_part, layout, MOST_PARTS
-                )
+                b_1 = _sum_parts(p_partials + BOX * BLOCK_M, first_program, num_parts, o_part, layout, MOST_PARTS)
         if is_whole:
             _finish(
                 p_out, p_amax, b_0, b_1, numbers_0, numbers_1, b_x_scales, tile, num_tiles, num_rows, size_n,
