@@ -43,6 +43,47 @@ def row_scaled_splits(size_n: int, size_k: int) -> int:
     return -(-k_blocks // blocks_of_split)
 
 
+STREAM_ROWS = 64
+"""Most rows for the kernel that streams row-scaled weights (kernels/gemm/row_scaled_stream.py)."""
+STREAM_BOX_N, STREAM_STEP_K = 64, 128
+"""Outputs of one copy of such a weight, and its columns per step. A tile is two boxes."""
+LEAST_STREAM_STEPS = 4
+"""Fewest steps of a program: shares of a tile cost more than they save in a small weight."""
+
+
+class Stretches(NamedTuple):
+    """How programs share the steps of a product, tile by tile. Each takes one stretch of them, all equally long."""
+
+    num_tiles: int
+    """Tiles of outputs. A gated tile has gate and up of the same outputs."""
+    num_steps: int
+    """Steps of a tile along K."""
+    num_programs: int
+
+    @property
+    def num_partials(self) -> int:
+        """float32 partial sums of one row: each program shares its first and its last tile with others."""
+        return 2 * self.num_programs * 2 * STREAM_BOX_N if self.num_programs > 1 else 0
+
+    def owner(self, tile: int, step: int) -> int:
+        """Return the program that takes a step."""
+        unit = tile * self.num_steps + step
+        return ((unit + 1) * self.num_programs - 1) // (self.num_tiles * self.num_steps)
+
+    def most_parts(self) -> int:
+        """Return the most programs that share a tile."""
+        owners = ((self.owner(tile, 0), self.owner(tile, self.num_steps - 1)) for tile in range(self.num_tiles))
+        return max(last - first for first, last in owners) + 1
+
+
+def stream_stretches(size_n: int, size_k: int, gated: bool) -> Stretches:
+    """Divide a weight with this many outputs and inputs by its shape alone; a gated one has twice as many rows."""
+    num_tiles, num_steps = -(-size_n // (STREAM_BOX_N if gated else 2 * STREAM_BOX_N)), -(-size_k // STREAM_STEP_K)
+    return Stretches(
+        num_tiles, num_steps, max(1, min(ROW_SCALED_PROGRAMS, num_tiles * num_steps // LEAST_STREAM_STEPS))
+    )
+
+
 BLOCK_SCALED_ROWS, BLOCK_SCALED_BLOCK_N = 64, 64
 """Most rows, and outputs per program, of a block-scaled e4m3 tile (kernels/gemm/block_scaled_tiles.py)."""
 MOST_BLOCK_SCALED_SPLITS, BLOCK_SCALED_STEPS = 4, 8

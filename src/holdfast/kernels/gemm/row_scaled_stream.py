@@ -20,7 +20,8 @@ from torch import Tensor
 
 from holdfast.kernels.activation import activated_numbers
 from holdfast.kernels.fp8 import size_bits
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, RowAmaxBits
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, RowAmaxBits, TileScratch
+from holdfast.kernels.geometry import STREAM_BOX_N, STREAM_ROWS, STREAM_STEP_K, Stretches, stream_stretches
 from holdfast.kernels.latent.latent_warpgroups import launch_dependents, wait_for_kernels_before
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
@@ -40,14 +41,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-MOST_PROGRAMS = 132
-"""SMs of an H200."""
-LEAST_STEPS = 4
-"""Fewest steps of a program: parts of tiles cost more than they save in a small weight."""
-MOST_ROWS = 64
-BOX_N, STEP_K = 64, 128
-"""Outputs of one wgmma, and columns of a step. Tensor cores add e4m3 products with few bits, so every step begins at zero."""
-BOX, STEP = kernel_constant(BOX_N), kernel_constant(STEP_K)
+BOX, STEP = kernel_constant(STREAM_BOX_N), kernel_constant(STREAM_STEP_K)
+"""Tensor cores add e4m3 products with few bits, so sums of a step are added to float32."""
 PREFETCH_ASM = kernel_constant("""{
 .reg .pred wanted;
 setp.gt.s32 wanted, $2, 0;
@@ -69,7 +64,7 @@ class StreamForm(NamedTuple):
 
 def row_form(num_rows: int) -> int:
     """Return the rows of a tile, or 0 for too many rows: the specialization for the number of rows."""
-    return max(16, next_power_of_two(num_rows)) if num_rows <= MOST_ROWS else 0
+    return max(16, next_power_of_two(num_rows)) if num_rows <= STREAM_ROWS else 0
 
 
 def stream_form(block_m: int) -> StreamForm:
@@ -77,32 +72,33 @@ def stream_form(block_m: int) -> StreamForm:
     return StreamForm({16: 6, 32: 5, 64: 4}[block_m], 6, 12)
 
 
-class Stretches(NamedTuple):
-    """How programs share the walk over a weight, from its shape alone."""
+def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
+    """Return True if this kernel takes the product: e4m3 with a scale per row, on Hopper, with rows that TMA can copy."""
+    return (
+        isinstance(weight, QuantizedWeight) and takes_weight(weight) and scratch is not None and num_rows <= STREAM_ROWS
+    )
 
-    num_tiles: int
-    """Tiles of outputs; a gated tile has the gates and the ups of its outputs."""
-    num_steps: int
-    """Steps of a tile along K."""
-    num_programs: int
 
-    @property
-    def most_parts(self) -> int:
-        """The most programs that share a tile."""
-        owners = [(self.owner(tile, 0), self.owner(tile, self.num_steps - 1)) for tile in range(self.num_tiles)]
-        return max(last - first for first, last in owners) + 1
+def takes_weight(weight: QuantizedWeight) -> bool:
+    """Return True for weights that this kernel takes."""
+    return (
+        len(weight.shape) == 2
+        and weight.scheme.quantizes_activations
+        and weight.scheme.block_columns == 0
+        and weight.shape[1] % 16 == 0
+        and is_hopper(weight.codes)
+    )
 
-    def owner(self, tile: int, step: int) -> int:
-        """Return the program that takes a step."""
-        unit = tile * self.num_steps + step
-        return ((unit + 1) * self.num_programs - 1) // (self.num_tiles * self.num_steps)
+
+def is_hopper(tensor: Tensor) -> bool:
+    """Return True if Gluon kernels for Hopper run on this tensor's device."""
+    return gl is not None and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
 @lru_cache
-def stretches(size_n: int, size_k: int, gated: bool) -> Stretches:
-    """Divide the walk over a weight into equal stretches."""
-    num_tiles, num_steps = -(-size_n // (BOX_N if gated else 2 * BOX_N)), -(-size_k // STEP_K)
-    return Stretches(num_tiles, num_steps, max(1, min(MOST_PROGRAMS, num_tiles * num_steps // LEAST_STEPS)))
+def most_parts(stretches: Stretches) -> int:
+    """Return the most programs that share a tile. Each launch needs it, and it takes a loop over tiles."""
+    return stretches.most_parts()
 
 
 def stream_linear(
@@ -129,22 +125,25 @@ def _launch(
     """Launch the kernel, and return its blocks of outputs."""
     (num_rows, size_k), size_n, scratch = rows.codes_TK.shape, out_MN.shape[1], rows.scratch
     block_m = row_form(num_rows)
-    assert block_m, f"{num_rows} rows, and this kernel takes {MOST_ROWS}"
+    assert block_m, f"{num_rows} rows, and this kernel takes {STREAM_ROWS}"
     assert weight.shape == (size_n * (2 if kind else 1), size_k), f"{weight.shape=} {out_MN.shape=} {size_k=}"
     assert scratch is not None, "parts of tiles need scratch"
-    shared = stretches(size_n, size_k, bool(kind))
+    stretches = stream_stretches(size_n, size_k, bool(kind))
+    assert block_m * stretches.num_partials <= scratch.partials.numel(), f"{scratch.partials.shape=}"
+    assert stretches.num_tiles <= scratch.arrived.numel(), f"{scratch.arrived.shape=}"
+    assert not kind or num_rows * stretches.num_tiles <= scratch.amax.numel(), f"{scratch.amax.shape=}"
     form = form or stream_form(block_m)
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
-    row_scaled_stream_kernel[(shared.num_programs,)](
-        TensorDescriptor.from_tensor(weight.codes, [BOX_N, STEP_K], layout),
-        TensorDescriptor.from_tensor(rows.codes_TK, [block_m, STEP_K], layout),
+    row_scaled_stream_kernel[(stretches.num_programs,)](
+        TensorDescriptor.from_tensor(weight.codes, [STREAM_BOX_N, STREAM_STEP_K], layout),
+        TensorDescriptor.from_tensor(rows.codes_TK, [block_m, STREAM_STEP_K], layout),
         weight.codes.view(torch.uint8), rows.scales_TB, weight.scales, weight.scales if bias_N is None else bias_N,
-        out_MN, *scratch, num_rows, size_n, size_k, shared.num_tiles, shared.num_steps,
-        form.steps_ahead, form.release_steps,
-        KIND=kind, HAS_BIAS=bias_N is not None, MOST_PARTS=shared.most_parts, BLOCK_M=block_m,
+        out_MN, *scratch, num_rows, size_n, size_k, stretches.num_tiles, stretches.num_steps, form.steps_ahead,
+        form.release_steps,
+        KIND=kind, HAS_BIAS=bias_N is not None, MOST_PARTS=most_parts(stretches), BLOCK_M=block_m,
         STAGES=form.num_stages, num_warps=4, **pdl_flags(out_MN),
     )  # fmt: skip
-    return shared.num_tiles
+    return stretches.num_tiles
 
 
 @jit
