@@ -22,7 +22,6 @@ from holdfast.kernels.activation import activated_numbers
 from holdfast.kernels.fp8 import size_bits
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, RowAmaxBits, TileScratch
 from holdfast.kernels.geometry import STREAM_BOX_N, STREAM_ROWS, STREAM_STEP_K, Stretches, stream_stretches
-from holdfast.kernels.latent.latent_warpgroups import launch_dependents, wait_for_kernels_before
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     TensorDescriptor,
@@ -149,6 +148,16 @@ def _launch(
 @jit
 def _synchronize():
     tl.debug_barrier()
+
+
+@jit
+def _wait_for_kernel_before():
+    tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _launch_dependents():
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon_jit
@@ -321,9 +330,9 @@ def row_scaled_stream_kernel(
     if first + STAGES < stop:
         _prefetch_stretch(p_codes, first + STAGES, stop, num_steps, size_n, size_k, GATED)
     if PDL:
-        wait_for_kernels_before()
+        _wait_for_kernel_before()
         if release_steps == 0:
-            launch_dependents()
+            _launch_dependents()
     release = gl.where(release_steps == 0, -1, gl.maximum(end - release_steps, first))
     i_step = step_0
     for i in gl.static_range(STAGES):
@@ -348,7 +357,7 @@ def row_scaled_stream_kernel(
             numbers_1 = _load_scales(p_scales, p_bias, o_n + BOX, size_n, HAS_BIAS)
         for unit in range(gl.maximum(first, tile * num_steps), gl.minimum(end, (tile + 1) * num_steps)):
             if PDL and unit == release:
-                launch_dependents()
+                _launch_dependents()
             hopper.mbarrier.wait(filled.index(slot), phase)
             s_rows = s_x.index(slot).permute((1, 0))
             sum_0 = hopper.warpgroup_mma(s_w.index(2 * slot), s_rows, b_zero, use_acc=False, is_async=True)
