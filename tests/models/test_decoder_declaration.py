@@ -16,9 +16,7 @@ from holdfast.kernels.geometry import (
     ROW_SCALED_BLOCK_N,
     ROW_SCALED_ROWS,
     ROW_SCALED_SPLIT_ROWS,
-    STREAM_ROWS,
     row_scaled_splits,
-    stream_stretches,
 )
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
@@ -254,11 +252,7 @@ def test_products_of_middle_batches_share_room_on_a_gpu(name: str, num_ranks: in
         splits = row_scaled_splits(size_n, size_k)
         assert splits == 1 or ROW_SCALED_SPLIT_ROWS * splits * size_n <= parts
         assert splits == 1 or -(-size_n // ROW_SCALED_BLOCK_N) <= arrived
-        gated = "gate_up" in weight.name
-        for stretches in {stream_stretches(size_n, size_k, False), stream_stretches(size_n >> gated, size_k, gated)}:
-            assert STREAM_ROWS * stretches.num_partials <= parts
-            assert stretches.num_tiles <= arrived
-        if gated:
+        if "gate_up" in weight.name:
             assert ROW_SCALED_ROWS * -(-size_n // 2 // ROW_SCALED_BLOCK_N) <= amax
 
 

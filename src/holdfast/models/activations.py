@@ -19,16 +19,15 @@ from holdfast.kernels.geometry import (
     FUSED_DECODE_ROWS,
     GEMV_MIN_BLOCK_N,
     NUM_GATE_AMAX,
+    QUANTIZED_DECODE_ROWS,
     ROW_SCALED_BLOCK_N,
     ROW_SCALED_ROWS,
     ROW_SCALED_SPLIT_ROWS,
     SMALL_BATCH_BLOCK_N,
     SPLIT_K_COLUMNS,
-    STREAM_ROWS,
     block_scaled_splits,
     order_specs,
     row_scaled_splits,
-    stream_stretches,
 )
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
@@ -194,35 +193,24 @@ def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
     scheme = recipe.scheme_for("linear", ())
     if scheme is None or not scheme.quantizes_activations:
         return Request(ROW_SCALED, "row_scaled", ())
-    in_blocks, streams = scheme.block_columns > 0, []
-    if not in_blocks:
-        streams = [stream_stretches(size_n, size_k, gated=False) for size_n, size_k in _weight_shapes(spec)]
-        streams += [stream_stretches(size_i, spec.hidden_size, gated=True) for size_i in _gated_sizes(spec)]
+    in_blocks = scheme.block_columns > 0
     splits_of, block_n = (
         (block_scaled_splits, BLOCK_SCALED_BLOCK_N) if in_blocks else (row_scaled_splits, ROW_SCALED_BLOCK_N)
     )
     splits = [(size_n, splits_of(size_n, size_k)) for size_n, size_k in _weight_shapes(spec)]
     widest = max((size_n * num_splits for size_n, num_splits in splits if num_splits > 1), default=0)
     num_blocks = max((-(-size_n // block_n) for size_n, num_splits in splits if num_splits > 1), default=0)
-    num_blocks = max(num_blocks, *(one.num_tiles for one in streams), 0)
-    num_amax = 0 if in_blocks else ROW_SCALED_ROWS * -(-max(_gated_sizes(spec), default=0) // ROW_SCALED_BLOCK_N)
-    num_parts = (BLOCK_SCALED_ROWS if in_blocks else ROW_SCALED_SPLIT_ROWS) * widest
-    num_parts = max(num_parts, *(STREAM_ROWS * one.num_partials for one in streams), 0)
+    gated = max(spec.intermediate_size if spec.has_mlp else 0, spec.experts.shared_size if spec.experts else 0)
+    num_amax = 0 if in_blocks else ROW_SCALED_ROWS * -(-gated // ROW_SCALED_BLOCK_N)
     return Request(
         ROW_SCALED,
         "row_scaled",
         (
-            TensorSpec("parts", (num_parts,), "float32"),
+            TensorSpec("parts", ((BLOCK_SCALED_ROWS if in_blocks else ROW_SCALED_SPLIT_ROWS) * widest,), "float32"),
             TensorSpec("arrived", (num_blocks,), "int32"),
             TensorSpec("row_amax", (num_amax,), "int32"),
         ),
     )
-
-
-def _gated_sizes(spec: ModelSpec) -> list[int]:
-    """List the outputs of products whose epilogue may have the gate."""
-    sizes = [spec.intermediate_size] if spec.has_mlp and spec.gated_mlp else []
-    return [*sizes, spec.experts.shared_size] if spec.experts is not None and spec.experts.shared_size else sizes
 
 
 def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -293,7 +281,7 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     Ranks add up parts and gather none (`exact` keeps the products of one rank). No index chooses tokens (DSA), no table
     chooses experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
     In float16 an x whose RMSNorm is deferred could overflow.
-    Two more checks follow: of the weights (`declined` in models/fused_decode.py) and of a step (`FusedDecode.fits`).
+    Two more checks follow: of the weights (`declined` in models/fused_decode.py) and of a step (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
     widths = (*(size for shape in products for size in shape), *((spec.intermediate_size,) if spec.has_mlp else ()))
@@ -338,8 +326,12 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
     return None if all(name in ignored for name in names) else recipe.scheme
 
 
-def fits_fused_decode(num_rows: int) -> bool:
+def fits_fused_decode(num_rows: int, spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> bool:
     """Return True if a step of `num_rows` rows is a small batch, for a model that `takes_fused_decode`."""
+    scheme = layer_scheme(spec, recipe)
+    quantizes = scheme is not None and scheme.quantizes_activations
+    if quantizes and spec.experts is None and spec.latent is None and spec.num_ranks == 1:
+        return num_rows <= QUANTIZED_DECODE_ROWS
     return num_rows <= FUSED_DECODE_ROWS
 
 

@@ -7,7 +7,8 @@ stream with the next norm deferred, so x has the same bits on every rank. A pipe
 that it received, and ends with the one that it sends.
 received, and ends with the one that it sends.
 
-`takes_fused_decode` (models/activations.py) decides by model, `declined` by weights, and `FusedDecode.fits` by step.
+`takes_fused_decode` (models/activations.py) decides by model, `declined` by weights, and
+`fits_fused_decode` by step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.kernels.gemm import row_scaled_stream
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -26,7 +26,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax,
 )
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear, takes_weight
-from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
+from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.layers.shared_linear import GatheredLinear, SummedLinear, add_part
@@ -63,17 +63,6 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | Quantized
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _streams(layers: Sequence[DecoderLayer[Any]]) -> bool:
-    """Return True if all products are by weights that kernels/gemm/row_scaled_stream.py takes.
-
-    With norms between them they are faster than this path for two rows or more. Experts, and sums over ranks, keep this path.
-    """
-    weights = [weight for layer in layers for weight in _products(layer)]
-    return all(
-        isinstance(layer.mlp, GatedMLP) and not isinstance(layer.attention.o, SummedLinear) for layer in layers
-    ) and all(isinstance(weight, QuantizedWeight) and row_scaled_stream.takes_weight(weight) for weight in weights)
-
-
 def _products(layer: DecoderLayer[Any]) -> list[torch.Tensor | QuantizedWeight]:
     products = [*layer.attention.products]
     if isinstance(layer.mlp, GatedMLP):
@@ -97,11 +86,6 @@ class FusedDecode:
         self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm or layers[-1].mlp_norm]
         self._head = head
         self.scratch = scratch
-        self._most_rows = 1 if _streams(layers) else FUSED_DECODE_ROWS
-
-    def fits(self, num_rows: int) -> bool:
-        """Return True if a step of `num_rows` rows takes this path."""
-        return num_rows <= self._most_rows
 
     def logits(self, rows: NormedRows, logits_TV: torch.Tensor) -> torch.Tensor:
         """Compute float32 logits of every row after the last layer into `logits_TV`."""

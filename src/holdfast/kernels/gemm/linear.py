@@ -5,8 +5,7 @@ T rows, K inputs, N outputs, B blocks of K, G groups
 On a GPU the weight and the number of rows choose the kernel:
 
     plain               cuBLAS; one row by a weight in groups: the GEMV of kernels/gemm/small_batch.py
-    row-scaled e4m3     up to 64 rows kernels/gemm/row_scaled_stream.py on Hopper; up to 64 or 128 rows
-                        kernels/gemm/row_scaled_tiles.py; then torch's scaled product (cuBLAS too)
+    row-scaled e4m3     up to 64 or 128 rows kernels/gemm/row_scaled_tiles.py, then torch's scaled product (cuBLAS too)
     block-scaled e4m3   one row kernels/gemm/block_scaled_gemv.py, which quantizes the row itself; up to 64 rows
                         kernels/gemm/block_scaled_tiles.py
     codes of 4 bits     one row kernels/gemm/packed_gemv.py
@@ -21,14 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.fp8 import BLOCK_COLUMNS
-from holdfast.kernels.gemm import (
-    block_scaled_gemv,
-    block_scaled_tiles,
-    joint_row,
-    packed_gemv,
-    row_scaled_stream,
-    row_scaled_tiles,
-)
+from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, joint_row, packed_gemv, row_scaled_tiles
 from holdfast.kernels.gemm.quantize_activations import (
     QuantizedRows,
     quantize_rows,
@@ -205,8 +197,6 @@ def quantized_linear(
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
-    if row_scaled_stream.takes(weight, x_TK.shape[0], rows.scratch):
-        return row_scaled_stream.stream_linear(rows, weight, bias_N, out_TN)
     if row_scaled_tiles.takes(weight, x_TK.shape[0], rows.scratch):
         return row_scaled_tiles.row_scaled_linear(rows, weight, bias_N, out_TN)
     if block_scaled_tiles.takes(weight, x_TK.shape[0], rows.scratch):
@@ -247,10 +237,7 @@ def gated_linear(
     assert isinstance(down, QuantizedWeight), "down is plain"
     rows = coded_rows(x_TK, gate_up, quantized, is_coded)
     assert rows is not None, f"{gate_up.scheme.name} does not quantize activations"
-    if row_scaled_stream.takes(gate_up, x_TK.shape[0], rows.scratch):
-        amax = row_scaled_stream.stream_gate(rows, gate_up, bias_N, kind, out_TI)
-    else:
-        amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
+    amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
     codes = quantized_view(quantized, down, x_TK.shape[0])
     assert codes is not None, f"{down.scheme.name} does not quantize activations"
     quantize_rows_by_amax(out_TI, amax, codes)
