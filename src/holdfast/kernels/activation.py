@@ -204,7 +204,7 @@ def _gate_mul_kernel(
         store_coded_groups(p_row_codes, p_row_scales, b_y, m_i, group_stride, size - first, GROUP, PLAIN)
 
 
-WHOLE_ROW = 32768
+MOST_GATED_COLUMNS = 32768
 """Most columns of a gated row that one program holds in registers."""
 
 
@@ -213,7 +213,7 @@ def launch_gate_codes(
 ) -> None:
     """Store the gated rows as e4m3 codes with a scale per row, one program per row; the rows themselves are not stored."""
     num_rows, width = gate_up_TX.shape
-    assert width // 2 <= WHOLE_ROW, f"{width // 2} columns, and a program holds {WHOLE_ROW}"
+    assert width // 2 <= MOST_GATED_COLUMNS, f"{width // 2} columns, and a program holds {MOST_GATED_COLUMNS}"
     codes_TI, scales_T1 = as_bits(codes[0]), codes[1]
     assert gate_up_TX.stride(1) == codes_TI.stride(1) == 1, "columns lie apart"
     if num_rows:
