@@ -23,7 +23,7 @@ from holdfast.kernels.gemm.quantize_activations import (
     RowAmaxBits,
     quantize_rows_reference,
 )
-from holdfast.kernels.geometry import NUM_GATE_AMAX, STREAM_BOX_N, STREAM_STEP_K, stream_stretches
+from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
@@ -165,25 +165,3 @@ def row_scaled_gate_reference(
 def gather_small_reference(parts: Sequence[Tensor], out_SN: Tensor) -> Tensor:
     """Part by part."""
     return torch.stack(tuple(parts), out=out_SN)
-
-
-def stream_linear_reference(
-    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, gated: bool = False
-) -> Tensor:
-    """Like `row_scaled_linear_reference`, summed as streaming programs do: by step, by program, then in the order of K."""
-    (_, size_k), size_n = rows.codes_TK.shape, weight.shape[0] // (2 if gated else 1)
-    stretches = stream_stretches(size_n, size_k, gated)
-    width = STREAM_BOX_N if gated else 2 * STREAM_BOX_N
-    y = torch.zeros(len(out_MN), weight.shape[0])
-    for tile in range(stretches.num_tiles):
-        parts: dict[int, Tensor] = {}
-        outputs = torch.arange(tile * width, min(size_n, (tile + 1) * width))
-        outputs = torch.cat((outputs, outputs + size_n)) if gated else outputs
-        for step in range(stretches.num_steps):
-            k = slice(step * STREAM_STEP_K, (step + 1) * STREAM_STEP_K)
-            program = stretches.owner(tile, step)
-            product = rows.codes_TK[:, k].float() @ weight.codes[outputs][:, k].float().t()
-            parts[program] = parts[program] + product if program in parts else product
-        y[:, outputs] = sum(list(parts.values())[1:], start=parts[min(parts)])
-    y = y * (rows.scales_TB * weight.scales.view(1, -1))
-    return out_MN.copy_((y if bias_N is None else y + bias_N.float()).to(out_MN.dtype))

@@ -48,7 +48,6 @@ from holdfast.kernels.gemm import (  # noqa: E402
     packed_gemv,
     packed_tiles,
     quantize_activations,
-    row_scaled_stream,
     row_scaled_tiles,
     small_batch,
 )
@@ -441,20 +440,6 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     coded = QuantizedRows(torch.empty(num_rows, size_n, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
     quantize_activations.quantize_rows_by_amax(out, amax, coded)
     quantize_activations.quantize_rows(x, rows)
-
-
-def streamed_of(num_rows: int, size_n: int, size_k: int) -> None:
-    """Streamed products by e4m3 codes, plain and with a gate."""
-    scheme = WEIGHT_SCHEMES["fp8"]
-    codes, bias = torch.empty(2 * size_n, size_k, dtype=torch.float8_e4m3fn), torch.empty(2 * size_n, dtype=BF16)
-    gate_up = QuantizedWeight(scheme, (2 * size_n, size_k), codes, torch.empty(2 * size_n))
-    weight = QuantizedWeight(scheme, (size_n, size_k), codes[:size_n], torch.empty(size_n))
-    counts = torch.empty(2**16, dtype=torch.int32)
-    scratch = TileScratch(torch.empty(2 * 132 * 128 * 64), counts, counts)
-    codes, out = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn), torch.empty(num_rows, size_n, dtype=BF16)
-    rows = QuantizedRows(codes, torch.empty(num_rows, 1), scratch)
-    row_scaled_stream.stream_linear(rows, weight, None if size_k % 128 == 0 else bias, out)
-    row_scaled_stream.stream_gate(rows, gate_up, bias if size_k % 128 == 0 else None, "silu", out)
 
 
 def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
@@ -917,9 +902,6 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 32 rows": lambda: row_scaled_of(32, 5120, 8192),
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
-    "streamed weights, 8 rows": lambda: streamed_of(8, 5120, 8192),
-    "streamed weights, 32 rows": lambda: streamed_of(32, 25600, 5120),
-    "streamed weights, 64 rows of odd sizes": lambda: streamed_of(64, 300, 2064),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
     "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),
@@ -1051,7 +1033,6 @@ def main() -> None:
         quantize_activations,
         quantized_attention,
         rope_rows,
-        row_scaled_stream,
         row_scaled_tiles,
         routing,
         norm,

@@ -10,18 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import BLOCK_COLUMNS, as_bits, e4m3_quotients, e4m3_scale, size_bits, store_coded_groups
+from holdfast.kernels.fp8 import BLOCK_COLUMNS, as_bits, store_coded_groups
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation, pdl_flags
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    kernel_constant,
-    next_power_of_two,
-    release_then_wait,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, release_then_wait, tl
 
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -202,47 +194,6 @@ def _gate_mul_kernel(
         p_row_codes = p_codes + i_row * code_stride + o_i
         b_y = tl.where(m_i, b_y.to(tl.float32), 0.0)
         store_coded_groups(p_row_codes, p_row_scales, b_y, m_i, group_stride, size - first, GROUP, PLAIN)
-
-
-MOST_GATED_COLUMNS = 32768
-"""Most columns of a gated row that one program holds in registers."""
-
-
-def launch_gate_codes(
-    gate_up_TX: Tensor, kind: str, limit: float | None, codes: tuple[Tensor, Tensor], num_warps: int = 0
-) -> None:
-    """Store the gated rows as e4m3 codes with a scale per row, one program per row; the rows themselves are not stored."""
-    num_rows, width = gate_up_TX.shape
-    assert width // 2 <= MOST_GATED_COLUMNS, f"{width // 2} columns, and a program holds {MOST_GATED_COLUMNS}"
-    codes_TI, scales_T1 = as_bits(codes[0]), codes[1]
-    assert gate_up_TX.stride(1) == codes_TI.stride(1) == 1, "columns lie apart"
-    if num_rows:
-        block = next_power_of_two(width // 2)
-        _gate_codes_kernel[(num_rows,)](
-            gate_up_TX, codes_TI, scales_T1, gate_up_TX.stride(0), codes_TI.stride(0), scales_T1.stride(0), width // 2,
-            KIND=kind, LIMIT=limit or 0.0, BLOCK=block, PLAIN=is_interpreted(),
-            num_warps=num_warps or max(1, min(16, block // 1024)), **pdl_flags(gate_up_TX),
-        )  # fmt: skip
-
-
-@jit
-def _gate_codes_kernel(
-    p_gate_up, p_codes, p_scales, x_stride, code_stride, scale_stride, size,
-    KIND: constexpr, LIMIT: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
-):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    o_i = tl.arange(0, BLOCK)
-    m_i = o_i < size
-    release_then_wait(PDL)
-    p_row = p_gate_up + i_row * x_stride + o_i
-    b_gate = tl.load(p_row, mask=m_i, other=0.0).to(tl.float32)
-    b_up = tl.load(p_row + size, mask=m_i, other=0.0).to(tl.float32)
-    if LIMIT > 0:
-        b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
-    b_y = (activated_numbers(b_gate, KIND) * b_up).to(p_gate_up.dtype.element_ty).to(tl.float32)
-    b_scale = e4m3_scale(tl.max(size_bits(b_y), axis=0))
-    tl.store(p_codes + i_row * code_stride + o_i, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_i)
-    tl.store(p_scales + i_row * scale_stride, b_scale)
 
 
 SWIGLU_ALPHA = 1.702

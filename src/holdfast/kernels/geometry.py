@@ -10,8 +10,8 @@ from holdfast.memory.workspace_plan import TensorSpec
 FUSED_DECODE_ROWS = 16
 """Most rows of a step on the fused decode path. Above it, cuBLAS with separate norms, gates and sums is faster."""
 QUANTIZED_DECODE_ROWS = 1
-"""The same for a dense model in row-scaled e4m3 on one rank: its tiles (kernels/gemm/row_scaled_tiles.py) with separate norms
-read 12 % faster (docs/log.md)."""
+"""Like FUSED_DECODE_ROWS, for a dense model in row-scaled e4m3 on one rank. Row-scaled tiles with separate norms read a layer
+15 % faster from two rows on (docs/log.md), because they quantize a row once and not in every program."""
 SMALL_BATCH_BLOCK_N = 64
 """Outputs per program of a small-batch GEMM, for two rows or more; widths on this path are multiples of it."""
 GEMV_MIN_BLOCK_N = 2
@@ -44,47 +44,6 @@ def row_scaled_splits(size_n: int, size_k: int) -> int:
     )
     blocks_of_split = max(4, -(-k_blocks // min(wanted, MOST_ROW_SCALED_SPLITS)))
     return -(-k_blocks // blocks_of_split)
-
-
-STREAM_ROWS = 64
-"""Most rows for the kernel that streams row-scaled weights (kernels/gemm/row_scaled_stream.py)."""
-STREAM_BOX_N, STREAM_STEP_K = 64, 128
-"""Outputs of one copy of such a weight, and its columns per step. A tile is two boxes."""
-LEAST_STREAM_STEPS = 4
-"""Fewest steps of a program: shares of a tile cost more than they save in a small weight."""
-
-
-class Stretches(NamedTuple):
-    """How programs share the steps of a product, tile by tile. Each takes one stretch of them, all equally long."""
-
-    num_tiles: int
-    """Tiles of outputs. A gated tile has gate and up of the same outputs."""
-    num_steps: int
-    """Steps of a tile along K."""
-    num_programs: int
-
-    @property
-    def num_partials(self) -> int:
-        """float32 partial sums of one row: each program shares its first and its last tile with others."""
-        return 2 * self.num_programs * 2 * STREAM_BOX_N if self.num_programs > 1 else 0
-
-    def owner(self, tile: int, step: int) -> int:
-        """Return the program that takes a step."""
-        unit = tile * self.num_steps + step
-        return ((unit + 1) * self.num_programs - 1) // (self.num_tiles * self.num_steps)
-
-    def most_parts(self) -> int:
-        """Return the most programs that share a tile."""
-        owners = ((self.owner(tile, 0), self.owner(tile, self.num_steps - 1)) for tile in range(self.num_tiles))
-        return max(last - first for first, last in owners) + 1
-
-
-def stream_stretches(size_n: int, size_k: int, gated: bool) -> Stretches:
-    """Divide a weight with this many outputs and inputs by its shape alone; a gated one has twice as many rows."""
-    num_tiles, num_steps = -(-size_n // (STREAM_BOX_N if gated else 2 * STREAM_BOX_N)), -(-size_k // STREAM_STEP_K)
-    return Stretches(
-        num_tiles, num_steps, max(1, min(ROW_SCALED_PROGRAMS, num_tiles * num_steps // LEAST_STREAM_STEPS))
-    )
 
 
 BLOCK_SCALED_ROWS, BLOCK_SCALED_BLOCK_N = 64, 64

@@ -12,7 +12,6 @@ from holdfast.kernels.gemm.quantize_activations import (
     QuantizedRows,
     add_rms_norm_coded,
     gate_mul_coded,
-    gate_takes_codes,
     quantize_rows,
 )
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
@@ -158,7 +157,7 @@ class GatedMLP:
         """Continue after `gate_up`, whose result is in the buffers."""
         quantized, wide_TX, active_TI = buffers.quantized, buffers.wide_TX, buffers.active_TI
         codes = self.down.room_for_codes(quantized, len(wide_TX))
-        if codes is not None and gate_takes_codes(codes):
+        if codes is not None and codes.scales_TB.shape[1] > 1:
             gate_mul_coded(wide_TX, self._activation, active_TI, self.limit, codes)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         active_TI = self.down.room_for_inputs(active_TI)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.activation import MOST_GATED_COLUMNS, gate_mul, launch_gate_codes, launch_gate_mul
+from holdfast.kernels.activation import gate_mul, launch_gate_mul
 from holdfast.kernels.fp8 import (
     BLOCK_COLUMNS,
     as_bits,
@@ -20,7 +20,6 @@ from holdfast.kernels.fp8 import (
     float32_of,
     size_bits,
 )
-from holdfast.kernels.geometry import ROW_SCALED_ROWS
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix, enter_block, launch_enter
 from holdfast.kernels.norm import add_rms_norm, launch_rms_norm, rms_norm
 from holdfast.kernels.operation import operation, pdl_flags
@@ -176,7 +175,7 @@ add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=ad
 def gate_mul_coded_reference(
     gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
 ) -> Tensor:
-    """Call `gate_mul`, then `quantize_rows` of `out_TI`. On a GPU `out_TI` keeps its old values if rows have one scale."""
+    """Call `gate_mul`, then `quantize_rows` of `out_TI` with scales by block of columns."""
     quantize_rows(gate_mul(gate_up_TX, kind, out_TI, limit), quantized)
     return out_TI
 
@@ -184,17 +183,7 @@ def gate_mul_coded_reference(
 def gate_mul_coded_triton(
     gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
 ) -> Tensor:
-    codes = _room(out_TI, quantized)
-    if quantized.scales_TB.shape[1] > 1:
-        return launch_gate_mul(gate_up_TX, kind, out_TI, limit, codes)
-    launch_gate_codes(gate_up_TX, kind, limit, codes)
-    return out_TI
-
-
-def gate_takes_codes(quantized: QuantizedRows) -> bool:
-    """Return True if `gate_mul_coded` is faster than gate and codes apart: scales by block, or rows enough for all SMs."""
-    num_rows, num_columns = quantized.codes_TK.shape
-    return quantized.scales_TB.shape[1] > 1 or (num_rows > ROW_SCALED_ROWS and num_columns <= MOST_GATED_COLUMNS)
+    return launch_gate_mul(gate_up_TX, kind, out_TI, limit, _room(out_TI, quantized))
 
 
 gate_mul_coded = operation(reference=gate_mul_coded_reference, triton=gate_mul_coded_triton)

@@ -1,4 +1,4 @@
-"""Middle batches by row-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
+"""Small and middle batches by row-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
 
 M rows, N outputs, K inputs, J blocks of N
 
@@ -8,8 +8,6 @@ number of splits, and the last program to finish adds the partial sums in order.
 up are one product with the gate in its epilogue, which also stores the amax of every row by block of outputs; then the
 next kernel quantizes the rows in one pass.
 """
-
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,10 +27,9 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
-    jit,
     jit_counting,
-    kernel_constant,
     next_power_of_two,
+    shared_bytes,
     tl,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -40,28 +37,11 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-PREFETCH_ASM = kernel_constant("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
-
-class TileForm(NamedTuple):
-    """Sizes of a launch."""
-
-    block_n: int
-    """Outputs per program."""
-    splits: int
-    """Programs that share the K of a block of outputs."""
-    num_stages: int
-    """Copies in flight, of 128 columns each."""
-    ahead: int
-    """Copies that are prefetched into the L2 cache before the wait for the kernel before."""
-    num_warps: int = 4
-
-
-def tile_form(block_m: int, size_n: int, size_k: int, gated: bool) -> TileForm:
-    """Return the sizes of a launch, from the rows of a tile and the weight's shape."""
-    splits = 1 if gated else row_scaled_splits(size_n, size_k)
-    num_blocks = -(-size_n // ROW_SCALED_BLOCK_N)
-    return TileForm(ROW_SCALED_BLOCK_N, splits, num_stages(block_m, num_blocks * splits), 0, 8 if block_m == 128 else 4)
+LEAST_STAGES, MOST_STAGES = 3, 10
+"""Pipeline stages of up to 16 rows."""
+RESERVED_BYTES = 1024
+"""Shared memory of a program that CUDA keeps for itself."""
 
 
 def row_form(num_rows: int) -> int:
@@ -87,34 +67,27 @@ def takes_gate(
     return num_rows <= ROW_SCALED_ROWS and scratch is not None and all(takes(one, num_rows, None) for one in both)
 
 
-def row_scaled_linear(
-    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, form: TileForm | None = None
-) -> Tensor:
+def row_scaled_linear(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
     """Compute rows @ weight.T + bias into `out_MN`, in its type."""
-    _launch(rows, weight, bias_N, out_MN, form=form)
+    _launch(rows, weight, bias_N, out_MN)
     return out_MN
 
 
 def row_scaled_gate(
-    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, kind: str, out_MI: Tensor,
-    form: TileForm | None = None,
-) -> RowAmaxBits:  # fmt: skip
+    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, kind: str, out_MI: Tensor
+) -> RowAmaxBits:
     """Store activation(upper half) * lower half of rows @ weight.T + bias into `out_MI`; return its amax."""
     assert rows.scratch is not None, "a gated product needs amax"
-    return RowAmaxBits(rows.scratch.amax, _launch(rows, weight, bias_N, out_MI, kind, form))
+    return RowAmaxBits(rows.scratch.amax, _launch(rows, weight, bias_N, out_MI, kind))
 
 
-def _launch(
-    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, kind: str = "",
-    form: TileForm | None = None,
-) -> int:  # fmt: skip
+def _launch(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, kind: str = "") -> int:
     """Launch the kernel, and return its blocks of outputs."""
     (num_rows, size_k), size_n, scratch = rows.codes_TK.shape, out_MN.shape[1], rows.scratch
-    block_m = row_form(num_rows)
+    block_m, num_blocks = row_form(num_rows), -(-size_n // ROW_SCALED_BLOCK_N)
     assert block_m, f"{num_rows} rows, and these kernels take {ROW_SCALED_SPLIT_ROWS}"
     assert weight.shape == (size_n * (2 if kind else 1), size_k), f"{weight.shape=} {out_MN.shape=} {size_k=}"
-    form = form or tile_form(block_m, size_n, size_k, bool(kind))
-    splits, num_blocks = 1 if scratch is None else form.splits, -(-size_n // form.block_n)
+    splits = 1 if kind or scratch is None else row_scaled_splits(size_n, size_k)
     if scratch is not None:
         assert splits == 1 or splits * num_rows * size_n <= scratch.partials.numel(), f"{scratch.partials.shape=}"
         assert splits == 1 or num_blocks <= scratch.arrived.numel(), f"{scratch.arrived.shape=}"
@@ -125,23 +98,24 @@ def _launch(
         bias_N if bias_N is not None else weight.scales, out_MN, *shared, num_rows, size_n, size_k,
         -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K,
         KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=form.block_n, BLOCK_K=ROW_SCALED_BLOCK_K, NUM_STAGES=form.num_stages,
-        AHEAD=form.ahead, PLAIN=is_interpreted(), num_warps=form.num_warps, **pdl_flags(out_MN),
+        BLOCK_M=block_m, BLOCK_N=ROW_SCALED_BLOCK_N, BLOCK_K=ROW_SCALED_BLOCK_K,
+        NUM_STAGES=num_stages(block_m, num_blocks * splits, bool(kind), shared_bytes(out_MN)), PLAIN=is_interpreted(),
+        num_warps=8 if block_m == 128 else 4, **pdl_flags(out_MN),
     )  # fmt: skip
     return num_blocks
 
 
-def num_stages(block_m: int, num_programs: int) -> int:
-    """Return the pipeline stages: six, or four if a multiprocessor runs several programs at once."""
+def num_stages(block_m: int, num_programs: int, gated: bool, shared: int) -> int:
+    """Return the pipeline stages; `shared` is the shared memory of a multiprocessor.
+
+    Up to 16 rows: as many as let all programs run at once. With one stage more, the last few of 400 programs ran alone.
+    With more rows: six, or four if a multiprocessor runs several programs at once.
+    """
+    if block_m == 16:
+        of_program = shared // -(-num_programs // ROW_SCALED_PROGRAMS) - RESERVED_BYTES
+        stage = ((2 if gated else 1) * ROW_SCALED_BLOCK_N + block_m) * ROW_SCALED_BLOCK_K
+        return min(MOST_STAGES, max(LEAST_STAGES, of_program // stage))
     return 4 if block_m == 128 or num_programs > 2 * ROW_SCALED_PROGRAMS else 6
-
-
-@jit
-def _prefetch(p_codes, first_k, o_n, size_n, size_k, AHEAD: constexpr):
-    """Prefetch the first columns of a program's rows into the L2 cache: a weight is older than the kernel before."""
-    o_k = first_k + tl.arange(0, 2 * AHEAD) * 64
-    p_line = p_codes + tl.minimum(o_n, size_n - 1)[:, None].to(tl.int64) * size_k + tl.minimum(o_k, size_k - 1)[None, :]
-    tl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @jit_counting("num_rows")
@@ -149,7 +123,7 @@ def row_scaled_tile_kernel(
     p_x, p_x_scales, p_codes, p_scales, p_bias, p_out, p_partials, p_arrived, p_amax,
     num_rows, size_n, size_k, split_k,
     KIND: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr,
-    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, AHEAD: constexpr, PLAIN: constexpr, PDL: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     GATED: constexpr = KIND != ""
     i_n = tl.program_id(0)
@@ -167,10 +141,6 @@ def row_scaled_tile_kernel(
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first_k = i_split * split_k
     if PDL:
-        if AHEAD > 0:
-            _prefetch(p_codes, first_k, o_n, size_n, size_k, AHEAD)
-            if GATED:
-                _prefetch(p_codes + up_offset, first_k, o_n, size_n, size_k, AHEAD)
         tl.extra.cuda.gdc_wait()
     for k in tl.range(first_k, tl.minimum(first_k + split_k, size_k), BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
