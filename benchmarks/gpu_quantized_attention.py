@@ -35,7 +35,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS

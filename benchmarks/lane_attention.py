@@ -45,7 +45,7 @@ from holdfast.kernels.attention.quantized_attention import (
 )
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE, QuantizedPlanes, bytes_at, key_codes
 from holdfast.kernels.attention.split_kv import LOG2_E, add_sinks, finite_max, load_tile, soft_capped
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.kernels.geometry import BLOCK_TOKENS, LARGE_TILE, pair_columns
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (

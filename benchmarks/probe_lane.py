@@ -32,12 +32,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 import lane_attention  # noqa: E402
 import torch  # noqa: E402
 from lane_attention import Lane, LaneForm  # noqa: E402
-from probe_prefill import NUM_HEADS, NUM_KV_HEADS, Step, Timed, make_timed, measure, shown  # noqa: E402
 
 from holdfast.kernels.attention import quantized_attention, tiled_attention  # noqa: E402
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
+from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork  # noqa: E402
+from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from kernels.exactness import random  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -75,6 +75,83 @@ FORMS = {
     "one program": LaneForm(128, programs_per_sm=1),
     "scales by TMA": LaneForm(128, scales_by_descriptor=True),
 }
+NUM_HEADS, NUM_KV_HEADS = 64, 8
+
+
+class Timed(NamedTuple):
+    """One timed step: rows of one sequence behind a context, over scattered pages."""
+
+    start: int
+    num_rows: int
+    head_dim: int = 128
+    page_tokens: int = 16
+
+
+class Step(NamedTuple):
+    """One sequence's step on the device."""
+
+    call: TileCall
+    k_plane: torch.Tensor
+    v_plane: torch.Tensor
+    timed: Timed
+
+    @property
+    def num_flops(self) -> float:
+        pairs = self.timed.num_rows * self.timed.start + self.timed.num_rows * (self.timed.num_rows + 1) / 2
+        return 4.0 * NUM_HEADS * self.timed.head_dim * pairs
+
+
+def make_timed(timed: Timed, device: torch.device) -> Step:
+    """Make planes, a shuffled page table and the tile list of a step, longest tiles first."""
+    end, page = timed.start + timed.num_rows, timed.page_tokens
+    num_pages = -(-end // page)
+    shape = (num_pages * page, NUM_KV_HEADS, timed.head_dim)
+    k_plane, v_plane = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(timed.num_rows, NUM_HEADS, timed.head_dim, device=device, dtype=torch.bfloat16)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
+    table = torch.zeros(1, 8192, dtype=torch.int32)
+    table[0, :num_pages] = order
+    height = tiled_attention.tile_rows(NUM_HEADS, NUM_KV_HEADS, large=True)
+    tiles = [
+        (0, row, min(height, timed.num_rows - row), timed.start + row, 0, timed.start + min(row + height, timed.num_rows), -1, 1)
+        for row in range(0, timed.num_rows, height)
+    ]  # fmt: skip
+    tiles.sort(key=lambda tile: -tile[5])
+    listed = torch.tensor([(0, len(tiles), 0, 0, 0, 0, 0, 0), *tiles], dtype=torch.int32, device=device)
+    work = TileWork(listed, listed, has_small=False, has_large=True, has_merge=False)
+    out = torch.empty(timed.num_rows, NUM_HEADS * timed.head_dim, device=device, dtype=torch.bfloat16)
+    partial = torch.empty(1, NUM_HEADS * timed.head_dim, device=device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    scoring = Scoring(timed.head_dim**-0.5)
+    call = TileCall(q, table.to(device), work, scoring, partial, partial, out, num_sms)
+    return Step(call, k_plane, v_plane, timed)
+
+
+def measure(run: Callable[[], object], num_flops: float) -> dict[str, float]:
+    """Return the median of five measurements, each of several launches."""
+    run()
+    torch.cuda.synchronize()
+    num_launches = max(1, min(10, int(4e12 / num_flops)))
+    seconds = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(num_launches):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1000 / num_launches)
+    middle = sorted(seconds)[2]
+    return {"ms": middle * 1000, "TFLOPS": num_flops / middle / 1e12, "spread": max(seconds) / min(seconds) - 1}
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Return a finding in one line."""
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+    )
+
+
 TIMED = {"8K": Timed(0, 8192), "2K after 30K": Timed(30720, 2048), "2K": Timed(0, 2048)}
 ALL_FORMS = ("k8v4", "4bit_nc")
 """Formats that are timed in all forms, with lanes of fewer heads, and beside near pages."""

@@ -13,7 +13,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv_reference
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat

@@ -26,6 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from holdfast.kernels import activation, hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
+    prefill_warpgroups,
     quantized_attention,
     rope_rows,
     split_kv,
@@ -37,6 +38,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns  # noqa:
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
+from holdfast.kernels.attention.tile_work import TileCall, TileWork  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
@@ -244,16 +246,20 @@ def attention_of(
     num_rows: int = 4,
     with_sinks: bool = False,
     softcap: float | None = None,
+    page_tokens: int | None = None,
 ) -> None:
-    """Both tiles, and the merge."""
-    q, plane = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(32, 2, head_dim, dtype=dtype)
-    numbers = torch.empty(4, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    """Both tiles, and the merge; or large tiles in warpgroups alone, over pages of `page_tokens`."""
+    takes_warpgroups = page_tokens is not None
+    num_slots, page_tokens = 2 * (page_tokens or 16), page_tokens or 16
+    plane = torch.empty(num_slots, 2, head_dim, dtype=dtype)
+    q, numbers = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
+    work = TileWork(numbers, numbers, not takes_warpgroups, has_large=True, has_merge=not takes_warpgroups)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(num_rows, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
-    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
-    tiled_attention.tiled_attention(call, plane, plane, 16)
+    call = TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    large = tiled_attention.LargeKernel("warpgroups" if takes_warpgroups else "triton", "the case says so")
+    tiled_attention.tiled_attention(call, plane, plane, page_tokens, large)
 
 
 def streams_of(num_rows: int, hidden: int) -> None:
@@ -354,11 +360,11 @@ def quantized_attention_of(
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
     planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
+    work = TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
-    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    call = TileCall(q, numbers, work, scoring, partial, partial, out, 132)
     near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
     near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
     quantized_attention.quantized_attention(call, planes, near_pages)
@@ -567,7 +573,7 @@ def latents_of(
     """Absorbed attention in both tiles and all forms of the merge; those of 64 rows in Gluon, or not."""
     latent_attention.takes_warpgroups = lambda planes: warpgroups
     numbers = torch.empty(256, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    work = TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
     plane = torch.empty(2 * page_tokens, latent_dim + rope_dim, dtype=BF16)
     planes = LatentPlanes("plain", latent_dim, rope_dim, page_tokens, plane)
     partial = torch.empty(8, num_heads * latent_dim)
@@ -656,7 +662,7 @@ def quantized_latents_of(
     name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool, warpgroups: bool = False
 ) -> None:
     latent_attention.takes_gathering = lambda call: warpgroups
-    work = tiled_attention.TileWork(
+    work = TileWork(
         torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
     )
     call = LatentCall(
@@ -846,6 +852,14 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D64, sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True),
     "attention D256, capped": lambda: attention_of(BF16, 2, 256, 4096, softcap=50.0),
     "attention D128, few rows, both": lambda: attention_of(BF16, 8, 128, None, 1, with_sinks=True, softcap=30.0),
+    "prefill D128": lambda: attention_of(BF16, 8, 128, None, page_tokens=16),
+    "prefill D128, pages of 256": lambda: attention_of(BF16, 8, 128, None, page_tokens=256),
+    "prefill D64, window and sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True, page_tokens=16),
+    "prefill D80, sinks": lambda: attention_of(BF16, 1, 80, None, with_sinks=True, page_tokens=16),
+    "prefill D96": lambda: attention_of(FP16, 1, 96, None, page_tokens=32),
+    "prefill D192, window": lambda: attention_of(BF16, 5, 192, 4096, page_tokens=64),
+    "prefill D256": lambda: attention_of(BF16, 4, 256, None, page_tokens=16),
+    "prefill D256, all options": lambda: attention_of(BF16, 2, 256, 4096, 4, True, 50.0, page_tokens=16),
     "rope rows": lambda: rope_rows_of(BF16, 64, (1.0,), (1,)),
     "rope rows of two ropes": lambda: rope_rows_of(FP16, 128, (1.0, 1.25), (1, 1)),
     "rope rows of V4": lambda: rope_rows_of(torch.float32, 24, (1.0, 1.1, 1.1, 1.1), (1, 1, 4, 128)),
@@ -1030,6 +1044,7 @@ def main() -> None:
         packed_gemv,
         packed_tiles,
         place_kernels,
+        prefill_warpgroups,
         quantize_activations,
         quantized_attention,
         rope_rows,

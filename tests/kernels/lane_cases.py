@@ -9,7 +9,7 @@ import torch
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from kernels.exactness import random
 from kernels.quantized_kv_cases import QuantizedStep
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid

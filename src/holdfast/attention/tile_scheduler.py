@@ -21,7 +21,7 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
@@ -297,9 +297,13 @@ class TileScheduler:
         return _least(least, max(least, int(num_blocks_B.max())), fits)
 
     def _large_splits(self, blocks: Blocks, room: int) -> Splits:
-        length_B, block_tokens = blocks.lengths, self._geometry.block_tokens
-        num_items = len(length_B) * self._num_kv_heads
-        wanted = -(-self._machine.num_sms * self._geometry.large_programs_per_sm // num_items)
+        length_B, geometry = blocks.lengths, self._geometry
+        block_tokens, num_items = (
+            geometry.large_block_tokens or geometry.block_tokens,
+            len(length_B) * self._num_kv_heads,
+        )
+        # No more items than programs: one item more would take a second wave, and unsplit tiles take no longer.
+        wanted = max(1, self._machine.num_sms * geometry.large_programs_per_sm // num_items)
         if self._machine.batch_invariant or wanted == 1:
             return Splits.into(1, length_B, block_tokens)
 

@@ -208,6 +208,8 @@ class TileGeometry(NamedTuple):
     share."""
     tile_cost_tokens: int = 0
     """Cost of starting and ending a tile, in tokens. With it, more and shorter waves may finish sooner."""
+    large_block_tokens: int = 0
+    """Tokens that a program for large tiles loads at once: whole ones make a split; 0: `block_tokens`."""
 
     def small_programs(self, num_rows: int) -> int:
         """Return the programs per SM for a step's small tiles; `num_rows` includes padding."""

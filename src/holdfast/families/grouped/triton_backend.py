@@ -18,10 +18,13 @@ from holdfast.families.grouped.declarations import (
     near_first_tokens,
     tile_kinds,
 )
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PairScales, Sinks
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PairScales, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import Scoring
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
+from holdfast.observability.log import get_logger
+
+log = get_logger(__name__)
 
 WorkKey = tuple[TileKind, int | None]
 """What layers that share tile lists have in common: the kind of tiles, and the window."""
@@ -57,6 +60,8 @@ class TritonPagedAttention(GroupedBackend):
         self._num_sms = num_sms
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)
+        for large in dict.fromkeys(pages.large for pages in self.pages if isinstance(pages, PlainPages)):
+            log.info("prefill_attention=%s because %s", large.name, large.reason)
         self._lists: dict[WorkKey, TileScheduler] = {}
         for kind in tile_kinds(specs):
             pages = self.pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
