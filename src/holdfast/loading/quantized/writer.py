@@ -214,9 +214,10 @@ class PlaneWriter:
         return self._pinned[: piece.numel()].copy_(piece)
 
 
-def header_of(specs: list[TensorSpec]) -> bytes:
+def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a safetensors file, padded so that data begins at a multiple of 8."""
-    values, end = {}, 0
+    values: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
     for spec in specs:
         start, end = end, end + spec.num_bytes
         values[spec.name] = {
@@ -279,7 +280,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
     Raises FileExistsError if `final` exists by then and is not empty.
     """
-    partial, descriptor = _new_partial(final)
+    partial, descriptor = new_partial(final)
     try:
         yield partial
         sync_folder(partial)
@@ -298,7 +299,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _new_partial(final: Path) -> tuple[Path, int | None]:
+def new_partial(final: Path) -> tuple[Path, int | None]:
     """Make a hidden folder and lock it. On a file system without locks the lock is None, and nothing sweeps."""
     while True:
         partial = _hidden_beside(final)
