@@ -256,11 +256,13 @@ def _write_files(conversion: Conversion, paths: Sequence[Path], on_progress: Pro
             files.enter_context(opened_for_writing(path, header, num_bytes))
             for path, header, num_bytes in zip(paths, conversion.headers, conversion.file_bytes, strict=True)
         ]
-        if conversion.config is None:
-            _check_header(conversion, paths[0])
         places = {name: Place(descriptors[file], offset) for name, (file, offset) in conversion.offsets.items()}
         files.callback(reader.close)
-        PlanWriter(conversion.plan, reader, places, on_progress).write()
+        writer = PlanWriter(conversion.plan, reader, places, on_progress)
+        writer.write_constants()
+        if conversion.config is None:
+            _check_header(conversion, paths[0])
+        writer.write_rows()
 
 
 def _check_header(conversion: Conversion, path: Path) -> None:

@@ -82,8 +82,8 @@ def unwritten(written: ModelSpec, source: ModelSpec) -> str | None:
     if not math.isclose(written.score_scale, source.score_scale, rel_tol=SAME):
         return "attention_scale"
     for layer in range(source.num_layers):
-        ropes = written.layer_rope(layer), source.layer_rope(layer)
-        if None in ropes or not _is_same_rope(*(rope for rope in ropes if rope is not None), spec=source):
+        one, other = written.layer_rope(layer), source.layer_rope(layer)
+        if one is None or other is None or not _is_same_rope(one, other, source):
             return "rope"
     return None
 
@@ -94,10 +94,16 @@ def _is_same(one: object, other: object) -> bool:
     return one == other
 
 
-def _is_same_rope(*ropes: RopeSpec, spec: ModelSpec) -> bool:
+def _is_same_rope(one: RopeSpec, other: RopeSpec, spec: ModelSpec) -> bool:
+    """Compare frequencies for the model's longest context, and for a longer one, which some kinds stretch to."""
     length = spec.max_position
-    (one_d, factor), (other_d, other_factor) = (rope_frequencies(rope, spec.head_dim, length, length) for rope in ropes)
-    return torch.allclose(one_d, other_d, rtol=SAME, atol=0) and math.isclose(factor, other_factor, rel_tol=SAME)
+    for max_model_len in (length, 4 * length):
+        (one_d, factor), (other_d, other_factor) = (
+            rope_frequencies(rope, spec.head_dim, length, max_model_len) for rope in (one, other)
+        )
+        if not torch.allclose(one_d, other_d, rtol=SAME, atol=0) or not _is_same(factor, other_factor):
+            return False
+    return True
 
 
 def _context_length(spec: ModelSpec, arch: str) -> int:

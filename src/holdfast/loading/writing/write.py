@@ -38,20 +38,24 @@ class PlanWriter:
         self._num_done = 0
         self._amax: tuple[tuple[Part, ...], float] = ((), 0.0)
 
-    def write(self) -> None:
-        """Write every plane once."""
-        self._advance(0)
+    def write_constants(self) -> None:
+        """Write the planes that no row fills."""
         for written in self._plan.tensors:
             if not written.parts:
                 self._put(written.planes[0], 0, memoryview(written.constant))
-            elif written.encoding == "copy":
+
+    def write_rows(self) -> None:
+        """Write all other planes."""
+        self._advance(0)
+        for written in self._plan.tensors:
+            if written.encoding == "copy":
                 for start, piece in self._reader.copied(written):
                     self._put(written.planes[0], start, piece)
                 self._advance(written.num_elements)
-            else:
-                self._write_rows(written)
+            elif written.parts:
+                self._quantize(written)
 
-    def _write_rows(self, written: Written) -> None:
+    def _quantize(self, written: Written) -> None:
         second = second_scale(self._shared_amax(written)) if written.amax_parts else 1.0
         for row, values_RK in self._reader.steps(written):
             for plane, encoded in zip(written.planes, _encode(written, values_RK, second), strict=False):
