@@ -27,6 +27,7 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.writing.written import WritePlan
 from holdfast.memory.ledger import Ledger
 from loading.block_files import model_tensors, write_tensors
+from loading.latent_models import config_of, tensors_of, write_folder
 from loading.packed.packed_models import MODELS, make_packed, plain_of
 from loading.packed.packed_models import MOE as PACKED_MOE
 from loading.stored_models import make_stored
@@ -401,15 +402,10 @@ def test_write_plan_rows_sum_up(tmp_path):
     assert [row.stored_as for row in rows if not row.reason] == ["Q4_K"]
     assert "rows of 320 are no blocks of 256" in {row.reason for row in rows}
     assert len(plan.notes) == 1
-    assert plan.notes[0].startswith("2 of ")
+    assert plan.notes[0].startswith("4 of 25 tensors")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "an architecture without names": (
-        "quantize.architecture",
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 256, "head_dim": None},
-        "q8_0",
-    ),
     "a window": ("quantize.setting", {**LLAMAS["mistral"], "sliding_window": 8}, "q8_0"),
     "a rotation by length": ("quantize.setting", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "q8_0"),
     "shares of experts": ("quantize.setting", {**LLAMAS["qwen3 moe"], "norm_topk_prob": False}, "q8_0"),
@@ -427,6 +423,24 @@ def test_convert_refuses_by_name_and_leaves_nothing(tmp_path_factory, what):
     with raises_code(code, UnsupportedModelError):
         quantized(source, folder / "out", target)
     assert os.listdir(folder) == ["m"]
+
+
+def test_convert_latent_attention_is_written_as_a_folder_only(tmp_path):
+    """GGUF files are not written for its architecture. In a folder kv_b stays plain: heads multiply it apart."""
+    config = config_of()
+    source = write_folder(tmp_path / "m", config, tensors_of(config))
+    with raises_code("quantize.architecture", UnsupportedModelError, architecture="DeepseekV3ForCausalLM"):
+        quantized(source, tmp_path / "m.gguf", "q8_0")
+    plan = quantized(source, tmp_path / "q", "nvfp4")
+    plain = {tensor.name: tensor.reason for tensor in plan.tensors if tensor.encoding == "plain"}
+    assert plain["model.layers.1.self_attn.kv_b_proj.weight"] == "the up-projection of latents"
+    assert plain["model.layers.1.self_attn.q_b_proj.weight"] == "rows of 200 are no groups of 16"
+    assert plain["model.layers.1.mlp.gate.weight"] == "a router"
+    held = load_file(tmp_path / "q" / "model.safetensors")
+    found = weights_of(open_directory(tmp_path / "q"))
+    for name, values in weights_of(open_directory(source)).items():
+        assert near(found[name], values, LOSS["nvfp4"]), name
+    assert "model.layers.0.mlp.up_proj.weight_packed" in held
 
 
 def test_convert_refuses_sources_of_other_kinds(tmp_path):
