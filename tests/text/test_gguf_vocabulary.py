@@ -12,7 +12,7 @@ from holdfast.errors import UnsupportedModelError
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.model_files import find_default_model
 from holdfast.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
-from holdfast.text.gguf_vocabulary import gguf_vocabulary
+from holdfast.text.gguf_vocabulary import END_KEYS, gguf_vocabulary
 from holdfast.text.tokenizer import tokenizer_from_directory
 from text.test_gguf_tokenizer import few_spaces
 from text.tokenizer_cases import FORMS, RUNS, NASTY_TEXTS, byte_level_metadata, gemma_metadata, write_folder
@@ -155,10 +155,21 @@ def test_gguf_vocabulary_refuses_what_files_do_not_keep(tmp_path_factory, what):
 
 
 def test_gguf_vocabulary_takes_the_ends_of_the_model(tmp_path):
+    """Tokens of plain text are left out: readers match end tokens whole in a text."""
     folder = write_folder(tmp_path / "m", "byte_level")
-    own = tokenizer_from_directory(folder).eos_token_id
-    assert own is not None
-    both = gguf_vocabulary(folder, "m", NUM_ROWS, (65, own))
-    assert (both["tokenizer.ggml.eos_token_id"], both["tokenizer.ggml.eot_token_id"]) == (own, 65)
-    other = gguf_vocabulary(folder, "m", NUM_ROWS, (65, 66))
-    assert (other["tokenizer.ggml.eos_token_id"], other["tokenizer.ggml.eot_token_id"]) == (65, 66)
+    tokenizer = tokenizer_from_directory(folder)
+    own, start, text = (tokenizer.vocabulary_id(token) for token in ("<|im_end|>", "<|im_start|>", "hello"))
+    assert own is not None and start is not None and text is not None  # noqa: PT018
+    for given, expected in (
+        ((), [own]),
+        ((start, own), [own, start]),
+        ((start,), [start]),
+        ((text, start), [start]),
+        ((text,), [own]),
+    ):
+        metadata = gguf_vocabulary(folder, "m", NUM_ROWS, given)
+        ends = [metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
+        assert ends == [*expected, None, None][:3], given
+    write_folder(folder, "byte_level", eos_token=None)
+    with raises_code("quantize.tokenizer", UnsupportedModelError):
+        gguf_vocabulary(folder, "m", NUM_ROWS, (text,))

@@ -13,6 +13,8 @@ from holdfast.cli.terminal import log_plainly, raising_interrupts, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.loading.convert import TARGETS, Conversion, plan_conversion, refuse_output, write_conversion
+from holdfast.loading.locate import refuse_wrong_path
+from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.writing.gguf_header import GGUFValue
 from holdfast.loading.writing.written import WritePlan
@@ -59,9 +61,9 @@ def quantize(options: QuantizeOptions, engine: Given) -> None:
     refuse_output(out)
     config = EngineConfig.from_options(model=typed_model, **engine)
     log_plainly()
-    from holdfast.api.opened import open_headers
-
-    model = open_headers(config, shown_download)
+    if config.model is not None:
+        refuse_wrong_path(config.model)
+    model = open_model(config.model, config.load_format, config.revision, shown_download)
     with closing(model.source):
         conversion = plan_conversion(model, target, lambda: _vocabulary(model))
         write_line(f"Writing {format_bytes(conversion.num_bytes)} to {out}, rounded to nearest")

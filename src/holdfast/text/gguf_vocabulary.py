@@ -121,18 +121,26 @@ def _values(tokenizer: Tokenizer, state: _State, num_rows: int, end_ids: Sequenc
         token_id = None if text is None else tokenizer.vocabulary_id(text)
         if token_id is not None:
             values[key] = token_id
-    ends = list(dict.fromkeys((*_own_end(tokenizer, end_ids), *end_ids)))
-    values |= dict(zip(END_KEYS, ends, strict=False))
+    values |= dict(zip(END_KEYS, _ends(tokenizer, state, end_ids), strict=False))
     return values | _ends_added(tokenizer)
 
 
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
-def _own_end(tokenizer: Tokenizer, end_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokenizer's own end if the model does not say otherwise."""
+def _ends(tokenizer: Tokenizer, state: _State, end_ids: Sequence[int]) -> list[int]:
+    """Return the special tokens that end an answer, the tokenizer's own first unless the model leaves it out.
+
+    Readers of GGUF files match end tokens whole in a text, so a token of plain text cannot be one.
+    """
+    special = {token["id"] for token in state.added if token["special"]}
+    ends = [token_id for token_id in end_ids if token_id in special]
     own = tokenizer.eos_token_id
-    return () if own is None or (end_ids and own not in end_ids) else (own,)
+    if own is not None and (not ends or own in ends):
+        ends = [own, *(token_id for token_id in ends if token_id != own)]
+    if end_ids and not ends:
+        raise _RefusalError(f"the token {end_ids[0]} that ends an answer is not a special one")
+    return ends
 
 
 def _tokens(state: _State, num_rows: int) -> tuple[list[str], list[int]]:

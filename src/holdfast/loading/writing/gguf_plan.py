@@ -229,7 +229,7 @@ def _layer_of(name: str) -> int:
 def _plan(target: str, tensors: list[Written]) -> WritePlan:
     """Make the plan, with a line for blocks that do not fit."""
     short = [tensor for tensor in tensors if tensor.reason.startswith(SHORT)]
-    kinds = " and ".join(sorted({tensor.stored_as for tensor in short}))
+    kinds = ", ".join(sorted({tensor.stored_as for tensor in short}))
     note = (
         f"{len(short)} of {len(tensors)} tensors have rows that blocks do not divide: they are {kinds}, as in llama.cpp"
     )
