@@ -33,8 +33,8 @@ from loading.packed.packed_models import MOE as PACKED_MOE
 from loading.stored_models import make_stored
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
-MOE = WIDE | PACKED_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MOE: dict[str, Any] = WIDE | PACKED_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 FORMULA_TYPES = {"q4_0": "Q4_0", "q8_0": "Q8_0"}
 
 
@@ -142,7 +142,7 @@ def test_convert_folder_to_gguf_opens_as_the_same_model(tmp_path_factory, name):
     for weight, values in wanted.items():
         if values.dim() == 1:
             assert torch.equal(found[weight], values + offset if "norm" in weight else values), weight
-        elif weight.endswith("router.weight") or weight.endswith("shared.gate.weight"):
+        elif weight.endswith(("router.weight", "shared.gate.weight")):
             assert torch.equal(found[weight], values), weight
         else:
             assert near(found[weight], values, LOSS["q8_0"]), weight
@@ -151,8 +151,8 @@ def test_convert_folder_to_gguf_opens_as_the_same_model(tmp_path_factory, name):
 
 def test_convert_llama_rows_are_interleaved_as_published(tmp_path):
     """reference: w.view(heads, 2, half, K).transpose(1, 2), for queries and keys of a Llama only."""
-    for folder, settings in (("llama", {}), ("qwen3", QWEN3)):
-        source = make_model(tmp_path / folder, **WIDE, **settings)
+    for folder, settings in (("llama", WIDE), ("qwen3", WIDE | QWEN3)):
+        source = make_model(tmp_path / folder, **settings)
         quantized(source, tmp_path / f"{folder}.gguf", "q8_0")
         found = gguf_values(tmp_path / f"{folder}.gguf")
         theirs = load_file(source / "model.safetensors")
@@ -160,14 +160,17 @@ def test_convert_llama_rows_are_interleaved_as_published(tmp_path):
             values = theirs[f"model.layers.1.self_attn.{part}_proj.weight"]
             if part != "v" and folder == "llama":
                 values = values.view(heads, 2, 8, -1).transpose(1, 2).reshape(values.shape)
-            assert near(torch.from_numpy(found[f"blk.1.attn_{part}.weight"].copy()), values, LOSS["q8_0"]), (folder, part)
+            assert near(torch.from_numpy(found[f"blk.1.attn_{part}.weight"].copy()), values, LOSS["q8_0"]), (
+                folder,
+                part,
+            )
 
 
 @for_each("target", ["q4_k", "q4_0", "q8_0"])
 def test_convert_blocks_equal_the_quantizers_of_the_package(tmp_path_factory, target):
     """Bytes of every tensor: q4_0 and q8_0 by the package itself, rows of 64 of q4_k by its Q5_0 and Q8_0."""
     folder = tmp_path_factory.mktemp("m")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     source = make_model(folder / "m", **QWEN3, **sizes)
     quantized(source, folder / "m.gguf", target)
     theirs = load_file(source / "model.safetensors")
@@ -305,7 +308,9 @@ def test_convert_packed_folder_equals_that_of_its_values(tmp_path_factory, kind)
     for target, ending in (("q8_0", ".gguf"), ("int4", "")):
         outs = [folder / f"{name}-{target}{ending}" for name in ("packed", "plain")]
         plans = [quantized(one, out, target) for one, out in zip((source, plain_of(source)), outs, strict=True)]
-        files = [weight_files(out)[0].read_bytes()[-plan.num_bytes // 2 :] for out, plan in zip(outs, plans, strict=True)]
+        files = [
+            weight_files(out)[0].read_bytes()[-plan.num_bytes // 2 :] for out, plan in zip(outs, plans, strict=True)
+        ]
         assert files[0] == files[1]
         assert plans[0].before_bytes < plans[1].before_bytes
 
@@ -395,8 +400,11 @@ def test_write_plan_rows_sum_up(tmp_path):
     plan = quantized(source, tmp_path / "m.gguf", "q4_k")
     rows = plan.rows
     assert sum(row.num_tensors for row in rows) == len(plan.tensors)
-    assert sum(row.before_bytes for row in rows) == plan.before_bytes == (source / "model.safetensors").stat().st_size - (
-        int.from_bytes((source / "model.safetensors").read_bytes()[:8], "little") + 8
+    assert (
+        sum(row.before_bytes for row in rows)
+        == plan.before_bytes
+        == (source / "model.safetensors").stat().st_size
+        - (int.from_bytes((source / "model.safetensors").read_bytes()[:8], "little") + 8)
     )
     assert sum(row.num_bytes for row in rows) == plan.num_bytes
     assert [row.stored_as for row in rows if not row.reason] == ["Q4_K"]
@@ -505,7 +513,10 @@ def test_convert_without_space_writes_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["m"]
 
 
-@for_each("value, code", [(float("nan"), "weights.not_finite"), (float("inf"), "weights.not_finite"), (1e6, "quantize.too_large")])
+@for_each(
+    "value, code",
+    [(float("nan"), "weights.not_finite"), (float("inf"), "weights.not_finite"), (1e6, "quantize.too_large")],
+)
 def test_convert_refuses_numbers_that_blocks_do_not_hold(tmp_path_factory, value, code):
     folder = tmp_path_factory.mktemp("m")
     source = make_model(folder / "m", **WIDE)

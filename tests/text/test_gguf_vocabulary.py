@@ -15,7 +15,7 @@ from holdfast.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from holdfast.text.gguf_vocabulary import END_KEYS, gguf_vocabulary
 from holdfast.text.tokenizer import tokenizer_from_directory
 from text.test_gguf_tokenizer import few_spaces
-from text.tokenizer_cases import FORMS, RUNS, NASTY_TEXTS, byte_level_metadata, gemma_metadata, write_folder
+from text.tokenizer_cases import FORMS, NASTY_TEXTS, RUNS, byte_level_metadata, gemma_metadata, write_folder
 
 NUM_ROWS = 512
 
@@ -43,7 +43,9 @@ def test_gguf_vocabulary_of_the_default_model_is_what_its_file_holds(tmp_path, d
         "tokenizer.ggml.add_space_prefix"
     }
     for key in found.keys() & default.keys():
-        assert list(found[key]) == list(default[key]) if hasattr(default[key], "__len__") else found[key] == default[key]
+        assert (
+            list(found[key]) == list(default[key]) if hasattr(default[key], "__len__") else found[key] == default[key]
+        )
 
 
 @for_each("name", [name for name in PRE_TOKENIZERS if name != "default"])

@@ -66,7 +66,7 @@ class Conversion:
     source: WeightSource
     plan: WritePlan
     headers: tuple[bytes, ...]
-    """Of each file, in order."""
+    """The bytes before the data of each file, in order."""
     offsets: Mapping[str, tuple[int, int]]
     """File and byte of every plane."""
     file_bytes: tuple[int, ...]

@@ -15,7 +15,7 @@ class Plane(NamedTuple):
     """A type of GGUF files, or torch's name."""
     shape: tuple[int, ...]
     num_bytes: int
-    """Of the whole tensor. A plane with a run of bytes for each row is written row by row."""
+    """The whole tensor's bytes. A plane with a run of bytes for each row is written row by row."""
 
 
 @dataclass(frozen=True, slots=True)
