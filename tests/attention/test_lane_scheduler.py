@@ -190,6 +190,15 @@ def test_lane_scheduler_cuts_long_steps_into_rounds():
     assert [part.num_runs for part in work.lane.rounds] == [2, 1]
 
 
+def test_lane_scheduler_begins_a_round_if_one_block_does_not_fit():
+    rows = [(21760, 640, True), (21824, 640, True)]  # 350 and 351 blocks
+    case = LaneCase(num_sms=20, num_blocks=700)
+    work = case.work(rows)
+    assert len(check(case, rows, work)) == 1280
+    assert work.lane is not None
+    assert [part.num_blocks for part in work.lane.rounds] == [350, 351]
+
+
 def test_lane_geometry_heads_are_even():
     lane = lane_geometry(64, 8, 128)
     assert [lane.heads(blocks) for blocks in (1, 128, 129, 300, 512, 1024, 1025)] == [8, 8, 4, 3, 2, 1, 0]
