@@ -202,7 +202,7 @@ class Program:
         self._ending = False
         self._numbered: dict[int, list[int]] = {}
         self.products: list[Product] = []
-        """Of what runs outside of partitions."""
+        """Products outside of partitions."""
 
     @property
     def running(self) -> Any:
@@ -268,6 +268,8 @@ class Program:
         for _ in range(SWITCHES):
             if all(one.is_done for one in self._partitions):
                 assert not self._copies, f"{len(self._copies)} copies were never awaited"
+                left = [number for number, (arrived, _) in self._numbered.items() if arrived]
+                assert not left, f"barriers {left} still wait for threads"
                 return
             ready: list[Any] = [
                 one for one in self._partitions if not one.is_done and (one.until is None or one.until())

@@ -30,13 +30,15 @@ class Case(NamedTuple):
     def make(
         self, rows: list[tuple[int, int]], num_kv_heads: int = 2, seed: int = 0, q_scale: float = 3.0
     ) -> PagedCase:
-        """Make a step; pages before a window are gone, and their tokens are NaN."""
+        """Make a step. Pages before a window belong to others by now, and are NaN."""
         made = paged_case(
             rows, self.head_dim, self.group, num_kv_heads, self.page_tokens, self.window, seed, q_scale=q_scale
         )
         if self.window is not None:
             made.poison_behind_the_window(NAN)
-            made.forget_pages_behind_the_window(BEYOND)
+            own = {page for pages in made.pages for page in pages}
+            # A page of NaN is worse than one outside of the plane: copies of that give zeros.
+            made.forget_pages_behind_the_window(min(set(range(len(own) + 3)) - own))
         made.softcap = self.softcap
         made.sinks = odd_sinks(made.q.shape[1]) if self.has_sinks else None
         return rounded(made, self.dtype)
