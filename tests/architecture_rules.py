@@ -36,7 +36,7 @@ ROOMS = {
     "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling"), ("latent", "moe")),
     "families": (("grouped", "latent"), ("sparse",), ("compressed",), ("",)),
     "models": (("",), ("blueprints",)),
-    "loading": (("sources",), ("gguf", "packed"), ("hub", "planning"), ("execution", "quantized"), ("",)),
+    "loading": (("sources",), ("gguf", "packed"), ("hub", "planning"), ("execution", "quantized"), ("writing",), ("",)),
     "runner": (("sampling",), ("",)),
 }
 """Packages with rooms, lowest first; "" are the files beside the rooms. The same rule holds inside."""

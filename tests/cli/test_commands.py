@@ -13,6 +13,7 @@ PAGES = [command.path for command in COMMANDS]
 FEW_PANELS = {
     ("cache",): [],
     ("ps",): [],
+    ("quantize",): ["Arguments", "Model"],
     ("doctor",): ["Output"],
     ("completion",): ["Arguments"],
     ("bench", "serve"): ["Benchmark", "Output"],
@@ -65,7 +66,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_help_lists_all_commands(here: Here) -> None:
     shown = here("--help").out
-    names = ("run", "chat", "serve", "plan", "ps", "cache", "doctor", "completion", "bench", "eval")
+    names = ("run", "chat", "serve", "plan", "ps", "quantize", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
     assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
 

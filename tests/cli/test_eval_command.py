@@ -129,9 +129,11 @@ def test_eval_kv_near_tokens_make_a_window_of_one_block_exact(
     assert found["fp8"]["bytes_per_token"] == before["fp8"]["bytes_per_token"]
     for name in ("fp8", "turboquant_3bit_nc"):
         assert found[name]["mean_kl"] < 1e-6 < before[name]["mean_kl"]
-    assert ended.err.splitlines()[-1] == (
-        "the first 16 tokens and the newest block of 64 tokens in float32: fp8, turboquant_3bit_nc"
-    )
+    exact = "the first 16 tokens and the newest block of 64 tokens in float32"
+    assert [line.partition(", up to ")[::2] for line in ended.err.splitlines()[-2:]] == [
+        (exact, "45.00 KiB a sequence: fp8"),
+        (exact, "80.00 KiB a sequence: turboquant_3bit_nc"),
+    ]
 
 
 def test_eval_kv_key_scale_keeps_bytes_and_names_scaled_formats(

@@ -273,6 +273,7 @@ RUNS: Mapping[str, Run] = {
     "serve": _run_serve,
     "plan": _entry("plan", "PlanOptions", "plan"),
     "ps": _entry("ps", "PsOptions", "ps"),
+    "quantize": _entry("quantize", "QuantizeOptions", "quantize"),
     "cache": _entry("cache", "CacheOptions", "cache"),
     "doctor": _entry("doctor", "DoctorOptions", "doctor"),
     "completion": _run_completion,

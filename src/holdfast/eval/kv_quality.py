@@ -11,6 +11,7 @@ from holdfast.eval.answers import Answers, Generated, Questions
 from holdfast.eval.quality import Contender, HalfTokens, Quality, ReferenceReading, measure_against
 from holdfast.eval.recall import Recall, RecallTest, measure_recall
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.protected_layers import numbers
@@ -220,7 +221,8 @@ def format_note(plan: RunnerPlan, runner: Runner) -> str:
     if num_scaled_heads(runner.backend):
         notes.append("keys scaled by pair")
     if plan.resolved.near_tokens:
-        notes.append(f"{plan.resolved.near_which()} in {plan.resolved.dtype}")
+        size = format_bytes(plan.resolved.near_bytes())
+        notes.append(f"{plan.resolved.near_which()} in {plan.resolved.dtype}, up to {size} a sequence")
     return "; ".join(notes)
 
 

@@ -9,6 +9,9 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 FUSED_DECODE_ROWS = 16
 """Most rows of a step on the fused decode path. Above it, cuBLAS with separate norms, gates and sums is faster."""
+QUANTIZED_DECODE_ROWS = 1
+"""Like FUSED_DECODE_ROWS, for a dense model in row-scaled e4m3 on one rank. From two rows on, tiles with separate norms take
+141 us a layer of 32B, and this path takes 164 (docs/log.md)."""
 SMALL_BATCH_BLOCK_N = 64
 """Outputs per program of a small-batch GEMM, for two rows or more; widths on this path are multiples of it."""
 GEMV_MIN_BLOCK_N = 2

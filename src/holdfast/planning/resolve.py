@@ -203,7 +203,7 @@ class Resolved:
         if pages.cache.near is None:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
-        num_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
+        num_bytes = self.near_bytes()
         why = f"the default of {self.kv_format.name}" if self.request.config.kv_near_tokens is None else "given"
         reason = f"{why}: {self.near_which()} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
         return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
@@ -239,6 +239,11 @@ class Resolved:
         pages, newest = self.pages(), f"the newest block of {self.near_tokens} tokens"
         has_first = pages is not None and pages.groups[-1].kept_pages > 0
         return f"the first {FIRST_TOKENS} tokens and {newest}" if has_first else newest
+
+    def near_bytes(self) -> int:
+        """Most bytes of near pages that a sequence holds."""
+        pages = self.pages() if self.near_tokens else None
+        return 0 if pages is None else pages.groups[-1].most_held(1) * pages.page_bytes
 
     @property
     def layers(self) -> range:

@@ -163,6 +163,10 @@ class Tokenizer:
         stream = self.text_stream(skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
+    def to_json(self) -> str:
+        """Return the tokenizer as a tokenizer.json holds it."""
+        return self._backend.to_str()
+
     def vocabulary_token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary writes it."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None

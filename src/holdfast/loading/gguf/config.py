@@ -4,6 +4,7 @@ Families then read it like any other. Values are checked here, and errors use th
 data/gguf_settings.json has the tables:
 
 architectures         general.architecture -> the name in config.json
+written               architectures of folders that GGUF files are made from
 planned_only          models that do not run but can be planned
 folders_only          models that run only from a folder of safetensors
 neutral...            keys under the architecture that change the computation, with their no-op values

@@ -57,13 +57,16 @@ class _Coded(NamedTuple):
 
 
 def dequantize_plain_kinds(
-    source: WeightSource, parameters: Iterable[Parameter], stored: StoredSchemes | None
+    source: WeightSource,
+    parameters: Iterable[Parameter],
+    stored: StoredSchemes | None,
+    kinds: tuple[Kind, ...] = PLAIN_KINDS,
 ) -> WeightSource:
-    """Return a source that dequantizes these matrices; the source itself if none is stored as codes."""
+    """Return a source that dequantizes matrices of these kinds; the source itself if none is stored as codes."""
     coded: dict[str, _Coded] = {}
     for parameter in parameters:
         whole = parameter.whole or parameter
-        if stored is None or whole.kind not in PLAIN_KINDS:
+        if stored is None or whole.kind not in kinds:
             continue
         for part in whole.parts:
             entry = source.entries.get(part.tensor)

@@ -44,7 +44,8 @@ MAX_FILE_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20
 """Bytes per step of checking, writing and copying from a GPU; writing needs no other memory."""
 MAX_COPIED_BYTES = 512 * 2**20
-STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
+STORED_DTYPES = {torch_name: name for name, torch_name in reversed(TORCH_DTYPES.items())}
+"""Names of the format by torch's name; bytes are U8."""
 Progress = Callable[[int, int], None]
 
 
@@ -214,9 +215,10 @@ class PlaneWriter:
         return self._pinned[: piece.numel()].copy_(piece)
 
 
-def header_of(specs: list[TensorSpec]) -> bytes:
+def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a safetensors file, padded so that data begins at a multiple of 8."""
-    values, end = {}, 0
+    values: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
     for spec in specs:
         start, end = end, end + spec.num_bytes
         values[spec.name] = {
@@ -279,7 +281,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
     Raises FileExistsError if `final` exists by then and is not empty.
     """
-    partial, descriptor = _new_partial(final)
+    partial, descriptor = new_partial(final)
     try:
         yield partial
         sync_folder(partial)
@@ -298,7 +300,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _new_partial(final: Path) -> tuple[Path, int | None]:
+def new_partial(final: Path) -> tuple[Path, int | None]:
     """Make a hidden folder and lock it. On a file system without locks the lock is None, and nothing sweeps."""
     while True:
         partial = _hidden_beside(final)
