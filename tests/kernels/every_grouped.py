@@ -20,6 +20,7 @@ from kernels.every_attention import PEAK_NATS, Attention, Memory, Poison, Step, 
 from kernels.exactness import island, random, require_native
 from kernels.lane_cases import by_lane
 from kernels.paged_cases import PagedCase, scattered_case
+from kernels.prefill_cases import in_model
 from kernels.quantized_kv_cases import BITS, QuantizedStep
 
 HEAD_DIM, GROUP, NUM_KV_HEADS, PAGE = 16, 2, 2, 16
@@ -138,7 +139,7 @@ def make_tiled(
     function: Callable[..., torch.Tensor] = tiled_attention,
     head_dim: int = HEAD_DIM,
 ) -> World:
-    if function is tiled_attention_reference:
+    if function in (tiled_attention_reference, in_model):
         require_host(device)
     # A GPU would multiply float32 as tf32.
     dtype = torch.float32 if device.type == "cpu" else torch.float16
@@ -247,29 +248,15 @@ PLAIN = [
         for bits in BITS
     ),
 ]
-GROUPED = (*TILED, *QUANTIZED, *LANE, *PLAIN)
-HOPPER = (
+MODELLED = [
     Attention(
-        "lane warpgroups",
-        partial(make_quantized, bits=(4, 4), large=True, function=by_lane(), head_dim=64),
+        "prefill in warpgroups, modelled",
+        partial(make_tiled, large=True, function=in_model, head_dim=64),
         64,
-        tolerance=3e-3,
-        family="lane warpgroups",
+        tolerance=2e-5,
         block=128,
         page=PAGE,
-        takes=ALL | {"padding", "uneven"},
-    ),
-    *(
-        Attention(
-            f"grouped warpgroups, D{head_dim}",
-            partial(make_tiled, large=True, function=tiled.in_warpgroups, head_dim=head_dim),
-            head_dim,
-            tolerance=2e-3,
-            family="grouped warpgroups",
-            block=block,
-            page=PAGE,
-            takes=ALL | {"splits", "padding"},
-        )
-        for head_dim, block in ((64, 128), (256, 64))
-    ),
-)
+        takes=ALL | {"splits", "padding"},
+    )
+]
+GROUPED = (*TILED, *QUANTIZED, *LANE, *PLAIN, *MODELLED)

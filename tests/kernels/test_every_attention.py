@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from for_each import for_each
-from kernels import every_grouped, every_latent
 from kernels.every_attention import Attention, Memory, Poison, Step, assert_near, run_step
 from kernels.every_grouped import GROUPED
-from kernels.every_latent import LATENT
+from kernels.every_latent import HOPPER, LATENT
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import QUIET
 
 pytestmark = QUIET
 
-HOPPER = (*every_grouped.HOPPER, *every_latent.HOPPER)
 EDGES = (-2, -1, 0, 1, 2)
 OTHER_KERNELS = {
     "attention": {

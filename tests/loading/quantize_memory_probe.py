@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cli.cli_models import CONFIG
-from holdfast.loading.convert import plan_conversion, write_conversion
+from holdfast.loading.convert import TokenizerForms, plan_conversion, write_conversion
 from holdfast.loading.model_files import open_model
 from holdfast.memory.profiler import anonymous_bytes
 from holdfast.models.grouped_readers import parameters, read_spec
@@ -42,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     write_model(Path(folder) / "m")
     for target in targets:
-        conversion = plan_conversion(open_model(str(Path(folder) / "m"), "auto"), target, dict)
+        conversion = plan_conversion(open_model(str(Path(folder) / "m"), "auto"), target, TokenizerForms(dict, dict))
         before = anonymous_bytes() or 0
         watch = PeakWatch()
         watch.start()

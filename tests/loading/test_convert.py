@@ -18,7 +18,7 @@ from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.loading import convert
-from holdfast.loading.convert import plan_conversion, write_conversion
+from holdfast.loading.convert import TokenizerForms, plan_conversion, write_conversion
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.model_files import open_directory, open_gguf, open_model
@@ -38,6 +38,9 @@ QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "q
 FORMULA_TYPES = {"q4_0": "Q4_0", "q8_0": "Q8_0"}
 
 
+NO_TOKENIZER = TokenizerForms(dict, dict)
+
+
 def silent(num_done: int, num_total: int) -> None:
     """No progress."""
 
@@ -45,7 +48,7 @@ def silent(num_done: int, num_total: int) -> None:
 def quantized(source: Path, out: Path, target: str) -> WritePlan:
     """Quantize a model without a tokenizer."""
     model = open_model(str(source), "auto")
-    conversion = plan_conversion(model, target, dict)
+    conversion = plan_conversion(model, target, NO_TOKENIZER)
     write_conversion(conversion, out, silent)
     assert sum(path.stat().st_size for path in weight_files(out)) == conversion.num_bytes
     return conversion.plan
@@ -353,6 +356,29 @@ def test_convert_gguf_of_any_type_keeps_names_metadata_and_values(tmp_path_facto
         assert torch.equal(found[name], values) if is_plain else near(found[name], values, 2 * LOSS["q8_0"]), name
 
 
+@for_each("name", LLAMAS)
+def test_convert_gguf_to_folder_and_back_keeps_every_weight(tmp_path_factory, name):
+    """Rows in the order of Hugging Face, norms without their offset, experts apart; settings of the folder."""
+    folder = tmp_path_factory.mktemp("m")
+    source = make_model(folder / "m", **(WIDE | {"vocab_size": 259} | LLAMAS[name]))
+    quantized(source, folder / "m.gguf", "q8_0")
+    plan = quantized(folder / "m.gguf", folder / "q", "nvfp4")
+    theirs, ours = open_directory(source), open_directory(folder / "q")
+    wanted, found = weights_of(theirs), weights_of(ours)
+    assert found.keys() == wanted.keys()
+    for weight, values in wanted.items():
+        if values.dim() == 1:
+            assert torch.allclose(found[weight], values, rtol=0, atol=1e-6), weight
+        else:
+            assert near(found[weight], values, LOSS["q8_0"] + LOSS["nvfp4"]), weight
+    assert {row.before_type for row in plan.rows} == {"Q8_0", "F32"}
+    assert ours.spec.checkpoint_dtype == "bfloat16"
+    assert (ours.spec.architecture, ours.spec.family) == (
+        theirs.spec.architecture,
+        theirs.spec.family,
+    ) or "mistral" in name
+
+
 def test_convert_gguf_blocks_of_the_target_are_copied(tmp_path):
     source = make_model(tmp_path / "m", **QWEN3, **WIDE)
     first, second, third = (tmp_path / f"{name}.gguf" for name in ("first", "second", "third"))
@@ -452,9 +478,6 @@ def test_convert_latent_attention_is_written_as_a_folder_only(tmp_path):
 
 
 def test_convert_refuses_sources_of_other_kinds(tmp_path):
-    write_tensors(tmp_path / "m.gguf", model_tensors("Q4_K"))
-    with raises_code("quantize.needs_folder", UnsupportedModelError, target="int4"):
-        quantized(tmp_path / "m.gguf", tmp_path / "out", "int4")
     source = make_stored(tmp_path / "m", "mxfp4", **PACKED_MOE)
     with raises_code("quantize.stored", UnsupportedModelError, stored="mxfp4"):
         quantized(source, tmp_path / "out", "q8_0")
@@ -476,7 +499,7 @@ def test_convert_refuses_an_output_that_exists(tmp_path):
 def test_convert_removes_what_it_wrote_before_an_error(tmp_path_factory, monkeypatch, target, error):
     folder = tmp_path_factory.mktemp("m")
     source = make_model(folder / "m", **WIDE)
-    conversion = plan_conversion(open_directory(source), target, dict)
+    conversion = plan_conversion(open_directory(source), target, NO_TOKENIZER)
 
     def fail(num_done: int, num_total: int) -> None:
         if num_done > num_total // 2:
@@ -494,7 +517,7 @@ def test_convert_removes_what_it_wrote_before_an_error(tmp_path_factory, monkeyp
 
 def test_convert_an_output_made_meanwhile_is_not_replaced(tmp_path):
     source = make_model(tmp_path / "m", **WIDE)
-    conversion = plan_conversion(open_directory(source), "q8_0", dict)
+    conversion = plan_conversion(open_directory(source), "q8_0", NO_TOKENIZER)
 
     def interfere(num_done: int, num_total: int) -> None:
         (tmp_path / "out").write_text("mine")

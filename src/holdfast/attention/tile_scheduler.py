@@ -353,10 +353,8 @@ class TileScheduler:
 
     def _large_splits(self, blocks: Blocks, room: int) -> Splits:
         length_B, geometry = blocks.lengths, self._geometry
-        block_tokens, num_items = (
-            geometry.large_block_tokens or geometry.block_tokens,
-            len(length_B) * self._num_kv_heads,
-        )
+        block_tokens = geometry.large_block_tokens or geometry.block_tokens
+        num_items = len(length_B) * self._num_kv_heads
         # No more items than programs: one item more would take a second wave, and unsplit tiles take no longer.
         wanted = max(1, self._machine.num_sms * geometry.large_programs_per_sm // num_items)
         if self._machine.batch_invariant or wanted == 1:

@@ -12,14 +12,21 @@ from holdfast.cli.tables import show
 from holdfast.cli.terminal import log_plainly, raising_interrupts, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
-from holdfast.loading.convert import TARGETS, Conversion, plan_conversion, refuse_output, write_conversion
+from holdfast.loading.convert import (
+    TARGETS,
+    Conversion,
+    TokenizerForms,
+    plan_conversion,
+    refuse_output,
+    write_conversion,
+)
 from holdfast.loading.locate import refuse_wrong_path
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.writing.gguf_header import GGUFValue
 from holdfast.loading.writing.written import WritePlan
 from holdfast.memory.sizes import format_bytes
-from holdfast.text.gguf_vocabulary import gguf_vocabulary
+from holdfast.text.gguf_vocabulary import gguf_vocabulary, tokenizer_files
 
 HEADING = ("tensors", "before", "", "after", "", "why")
 
@@ -65,7 +72,7 @@ def quantize(options: QuantizeOptions, engine: Given) -> None:
         refuse_wrong_path(config.model)
     model = open_model(config.model, config.load_format, config.revision, shown_download)
     with closing(model.source):
-        conversion = plan_conversion(model, target, lambda: _vocabulary(model))
+        conversion = plan_conversion(model, target, _forms(model))
         write_line(f"Writing {format_bytes(conversion.num_bytes)} to {out}, rounded to nearest")
         for note in conversion.plan.notes:
             write_line(note)
@@ -73,8 +80,15 @@ def quantize(options: QuantizeOptions, engine: Given) -> None:
     show(table_lines(Table(tuple(summary(conversion.plan)), right=(0, 2, 4), wraps=(5,)), styles=("bold",)))
 
 
-def _vocabulary(model: OpenModel) -> dict[str, GGUFValue]:
-    return gguf_vocabulary(model.path, model.name, model.spec.vocab_size, model.generation.eos_token_ids)
+def _forms(model: OpenModel) -> TokenizerForms:
+    def metadata() -> dict[str, GGUFValue]:
+        return gguf_vocabulary(model.path, model.name, model.spec.vocab_size, model.generation.eos_token_ids)
+
+    def files() -> dict[str, str]:
+        assert model.gguf is not None, f"{model.name} is no GGUF file"
+        return tokenizer_files(model.gguf.metadata, model.name)
+
+    return TokenizerForms(metadata, files)
 
 
 def _write(conversion: Conversion, out: Path) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.gguf.source import GGUFSource, hugging_face_name, layer_modules
-from holdfast.loading.model_files import open_gguf
+from holdfast.loading.model_files import open_directory, open_gguf
 from holdfast.loading.packed.source import PackedSource
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.moves import choose_all
@@ -28,6 +28,7 @@ from holdfast.loading.quantized.writer import copy_settings, header_of, new_part
 from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.loading.sources.safetensors import INDEX_FILE, SINGLE_FILE, file_inside
 from holdfast.loading.sources.source import WeightSource
+from holdfast.loading.writing.folder_config import folder_config
 from holdfast.loading.writing.folder_plan import FORMATS, plan_folder, quantization_config
 from holdfast.loading.writing.gguf_header import GGUFValue, PlacedTensor, encode_value, header_bytes, stored_metadata
 from holdfast.loading.writing.gguf_plan import (
@@ -41,7 +42,7 @@ from holdfast.loading.writing.gguf_plan import (
 from holdfast.loading.writing.written import WritePlan
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.grouped_readers import FAMILIES
+from holdfast.models.grouped_readers import FAMILIES, read_spec
 from holdfast.models.parameters import Kind
 
 if TYPE_CHECKING:
@@ -54,8 +55,15 @@ SCALE_DTYPES = ("float16", "bfloat16", "float32")
 MAX_FILE_BYTES = 4 * 2**30
 """Most bytes of one file of a folder; a larger tensor gets its own."""
 ALIGNMENT = 32
-Tokenizer = Callable[[], Mapping[str, GGUFValue]]
-"""Returns the GGUF metadata of a folder's tokenizer; raises for one that cannot be written."""
+
+
+class TokenizerForms(NamedTuple):
+    """Makes the model's tokenizer in the form of the other kind of output; raises for one that cannot be written."""
+
+    metadata: Callable[[], Mapping[str, GGUFValue]]
+    """Keys of a GGUF file, from a folder."""
+    files: Callable[[], Mapping[str, str]]
+    """Files of a folder by name, from a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +80,20 @@ class Conversion:
     file_bytes: tuple[int, ...]
     config: Mapping[str, object] | None = None
     """config.json of a folder; None for a GGUF file."""
+    files: Mapping[str, str] | None = None
+    """Texts of other files of the folder, by name; None: those of the model's own folder."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.file_bytes)
 
 
-def plan_conversion(model: OpenModel, target: str, tokenizer: Tokenizer) -> Conversion:
+def plan_conversion(model: OpenModel, target: str, tokenizer: TokenizerForms) -> Conversion:
     """Plan a conversion from headers; refuse what cannot be read, written or kept."""
     if isinstance(model.source, QuantizedSource):
         raise UnsupportedModelError("quantize.stored", model=model.name, stored="weights saved by Holdfast")
     if target in FORMATS:
-        return _plan_folder(model, target)
+        return _plan_folder(model, target, tokenizer)
     return _plan_from_gguf(model, target) if model.gguf is not None else _plan_gguf(model, target, tokenizer)
 
 
@@ -113,17 +123,21 @@ def _plan_from_gguf(model: OpenModel, target: str) -> Conversion:
     assert file is not None, f"{model.name} is no GGUF file"
     plan_load(model.parameters, model.source, model.spec.checkpoint_dtype)
     model.source.close()
-    names = FAMILIES[model.spec.architecture].names
-    modules = layer_modules(names)
-    source = GGUFSource(file, None, names)  # rows stay in the order of the file
-    kept = {name: hugging_face_name(name, modules) for name in kept_names(file, file.tensors)}
-    plan = plan_file(file, source.entries, kept, target)
+    source = GGUFSource(file, None, FAMILIES[model.spec.architecture].names)  # rows stay in the order of the file
+    plan = plan_file(file, source.entries, _renamed(model), target)
     metadata = stored_metadata(file.path)
     metadata |= {key: encode_value(value) for key, value in type_metadata(target).items()}
     return _gguf_conversion(model, source, plan, metadata)
 
 
-def _plan_gguf(model: OpenModel, target: str, tokenizer: Tokenizer) -> Conversion:
+def _renamed(model: OpenModel) -> dict[str, str]:
+    """Return the name of a checkpoint for each tensor of a file, without factors that the values include."""
+    assert model.gguf is not None, f"{model.name} is no GGUF file"
+    modules = layer_modules(FAMILIES[model.spec.architecture].names)
+    return {name: hugging_face_name(name, modules) for name in kept_names(model.gguf, model.gguf.tensors)}
+
+
+def _plan_gguf(model: OpenModel, target: str, tokenizer: TokenizerForms) -> Conversion:
     """Plan a file from a folder."""
     spec = model.spec
     architecture_of(spec)
@@ -133,7 +147,7 @@ def _plan_gguf(model: OpenModel, target: str, tokenizer: Tokenizer) -> Conversio
     fills = choose_all(model.parameters, source.entries).fills
     names = FAMILIES[spec.architecture].names
     plan = plan_checkpoint(fills, source.entries, stored_types, spec, names, rope_factors(spec), target)
-    values = {**spec_metadata(spec, model.name), **type_metadata(target), **tokenizer()}
+    values = {**spec_metadata(spec, model.name), **type_metadata(target), **tokenizer.metadata()}
     return _gguf_conversion(model, source, plan, {key: encode_value(value) for key, value in values.items()})
 
 
@@ -153,24 +167,28 @@ def _gguf_conversion(
     return Conversion(model, source, plan, (header,), offsets, (size,))
 
 
-def _plan_folder(model: OpenModel, target: str) -> Conversion:
-    name, spec = model.name, model.spec
-    if model.kind != "directory":
-        raise UnsupportedModelError("quantize.needs_folder", model=name, target=target, accepted=tuple(MIXES))
+def _plan_folder(model: OpenModel, target: str, tokenizer: TokenizerForms) -> Conversion:
+    """Plan a folder from a folder or a file."""
+    name, spec, file = model.name, model.spec, model.gguf
     if FAMILIES[spec.architecture].text_key:
         raise UnsupportedModelError(
             "quantize.only_text", model=name, architecture=spec.architecture, accepted=tuple(MIXES)
         )
     source, stored_types = _expanded(model)
+    if file is None:
+        config, files = {**read_json_object(file_inside(model.path, CONFIG_FILE))}, None
+    else:
+        config, files = folder_config(file, spec, model.generation), tokenizer.files()
+        stored_types = {hugging: file.tensors[name].type.name for name, hugging in _renamed(model).items()}
     dtype = spec.checkpoint_dtype if spec.checkpoint_dtype in SCALE_DTYPES else "bfloat16"
     fills = choose_all(model.parameters, source.entries).fills
-    plan = plan_folder(fills, model.parameters, source.entries, stored_types, dtype, target)
+    norm_added = spec.norm_offset - read_spec({**config, QUANTIZATION_KEY: None}).norm_offset
+    plan = plan_folder(fills, model.parameters, source.entries, stored_types, dtype, norm_added, target)
     if not any(tensor.encoding == target for tensor in plan.tensors):
         reasons = sorted({tensor.reason for tensor in plan.tensors if tensor.num_columns > 1})
         raise UnsupportedModelError(
             "quantize.nothing", model=name, target=target, reason=", ".join(reasons), accepted=tuple(MIXES)
         )
-    config = {**read_json_object(file_inside(model.path, CONFIG_FILE))}
     config[QUANTIZATION_KEY] = quantization_config(plan)
     headers: list[bytes] = []
     offsets: dict[str, tuple[int, int]] = {}
@@ -183,7 +201,7 @@ def _plan_folder(model: OpenModel, target: str) -> Conversion:
             end += one.num_bytes
         headers.append(header)
         sizes.append(end)
-    return Conversion(model, source, plan, tuple(headers), offsets, tuple(sizes), config)
+    return Conversion(model, source, plan, tuple(headers), offsets, tuple(sizes), config, files)
 
 
 def _files(plan: WritePlan) -> Iterator[list[TensorSpec]]:
@@ -230,7 +248,11 @@ def write_conversion(conversion: Conversion, out: Path, on_progress: Progress) -
                 _write_files(conversion, [path], on_progress)
             return
         with whole_folder(final) as folder:
-            copy_settings(conversion.model.path, folder)
+            if conversion.files is None:
+                copy_settings(conversion.model.path, folder)
+            else:
+                for name, text in conversion.files.items():
+                    (folder / name).write_text(text, encoding="utf-8")
             _write_json(folder / CONFIG_FILE, conversion.config)
             count = len(conversion.headers)
             names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -260,23 +282,22 @@ def _write_files(conversion: Conversion, paths: Sequence[Path], on_progress: Pro
         files.callback(reader.close)
         writer = PlanWriter(conversion.plan, reader, places, on_progress)
         writer.write_constants()
-        if conversion.config is None:
-            _check_header(conversion, paths[0])
+        _check_header(conversion, paths[0])
         writer.write_rows()
 
 
 def _check_header(conversion: Conversion, path: Path) -> None:
-    """Open the file by its header, before a weight is written, and compare its settings with those of the source."""
+    """Open the output by its headers, before a weight is written, and compare its settings with those of the source."""
     from holdfast.loading.writing.gguf_metadata import unwritten
 
     model = conversion.model
-    written = open_gguf(path)
+    written = open_gguf(path) if conversion.config is None else open_directory(path.parent)
     written.source.close()
     plan_load(written.parameters, written.source, written.spec.checkpoint_dtype)
     lost = unwritten(written.spec, model.spec)
     if lost is not None:
-        arch = model.spec.architecture
-        raise UnsupportedModelError("quantize.setting", model=model.name, architecture=arch, setting=lost)
+        arch, kind = model.spec.architecture, "GGUF file" if conversion.config is None else "folder"
+        raise UnsupportedModelError("quantize.setting", model=model.name, kind=kind, architecture=arch, setting=lost)
 
 
 def _index(conversion: Conversion, names: Sequence[str]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Writes a folder's tokenizer as GGUF metadata: the inverse of text/gguf_tokenizer.py; no torch.
+"""Writes a folder's tokenizer as GGUF metadata, the inverse of text/gguf_tokenizer.py, and a file's as a folder's; no torch.
 
 GGUF files name one of a few ways to split text, and keep no other code. So a tokenizer is compared with those, written,
 read back, and must then give the same ids for the probe texts. Others are refused.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import ModelError, UnsupportedModelError
 from holdfast.loading.writing.gguf_header import GGUFValue
-from holdfast.text.chat_template import chat_template_from_directory
+from holdfast.text.chat_template import TEMPLATE_FILE, chat_template_from_directory, chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import (
     CONTROL,
     PRE_TOKENIZERS,
@@ -25,7 +25,7 @@ from holdfast.text.gguf_tokenizer import (
     PreTokenizer,
     tokenizer_from_gguf,
 )
-from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
+from holdfast.text.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_from_directory
 
 NORMAL, UNUSED, BYTE = 1, 5, 6
 """Other values of token_type."""
@@ -84,6 +84,15 @@ def gguf_vocabulary(folder: Path, model: str, num_rows: int, end_ids: Sequence[i
         raise UnsupportedModelError("quantize.tokenizer", model=model, reason=refusal) from None
     template = chat_template_from_directory(folder)
     return metadata if template is None else metadata | {"tokenizer.chat_template": template.source}
+
+
+def tokenizer_files(metadata: Mapping[str, object], model: str) -> dict[str, str]:
+    """Return the texts of a folder's files, by name, for the tokenizer and the template of a GGUF file."""
+    tokenizer = tokenizer_from_gguf(metadata, model)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    files = {TOKENIZER_FILE: tokenizer.to_json(), CONFIG_FILE: f"{json.dumps(named, indent=2)}\n"}
+    template = chat_template_from_gguf(metadata, model)
+    return files if template is None else files | {TEMPLATE_FILE: template.source}
 
 
 def _read_state(tokenizer: Tokenizer) -> _State:

@@ -16,10 +16,10 @@ STEP_ELEMENTS = 2**18
 """Elements per step: about 1 MiB for each intermediate tensor, of which the widest step holds a dozen."""
 SUB_ELEMENTS_4, SUB_ELEMENTS_6 = 32, 16
 """Elements of a sub-block of Q4_K and of Q6_K."""
-LARGEST_4, LARGEST_6BIT = 15, 63
-"""The largest code of four bits, and of the six bits of a sub-scale."""
+LARGEST_4, LARGEST_6BIT, MIDDLE_6 = 15, 63, 32
+"""The largest code of four bits, and of the six bits of a sub-scale; the code of six bits that stands for 0."""
 STRETCHES = tuple(step / 4 for step in range(-4, 5))
-"""Trial ranges of a sub-block: its codes span 15 + stretch. The one with the smallest error is taken."""
+"""Trial ranges of a sub-block: its codes span 15 (of Q6_K, 32 to the extreme value) plus a stretch."""
 LEAST_SPREAD = 1e-5
 """Codes that differ less, relative to their squares, are equal up to rounding: they determine no minimum."""
 
@@ -135,6 +135,24 @@ def _fit_lines(values_ET: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales_T, minima_T
 
 
+def _fit_scales(values_ET: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each column for codes from -32 to 31, with the least squared error of the trial ranges."""
+    extremes_T = _extremes(values_ET.t()).view(-1)
+    inverse_T = _inverse(-extremes_T)
+    best_T = torch.zeros_like(extremes_T)
+    scales_T = extremes_T / -MIDDLE_6
+    for stretch in STRETCHES:
+        codes_ET = (values_ET * (inverse_T * (MIDDLE_6 + stretch))).round_().clamp_(-MIDDLE_6, MIDDLE_6 - 1)
+        sum_xl, sum_ll = _sums(values_ET * codes_ET), _sums(codes_ET.square_())
+        scale_T = sum_xl * _inverse(sum_ll)
+        # What the codes take off the squared error of zeros.
+        gain_T = scale_T * sum_xl
+        is_better = gain_T > best_T
+        best_T = torch.where(is_better, gain_T, best_T)
+        scales_T = torch.where(is_better, scale_T, scales_T)
+    return scales_T
+
+
 def _six_bits(values_NS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float16 scale of each block's numbers, all >= 0, and their codes from 0 to 63."""
     largest_N1 = values_NS.amax(dim=1, keepdim=True)
@@ -162,13 +180,13 @@ def _fill_q4_k(values_NE: torch.Tensor, blocks: torch.Tensor) -> None:
 def _fill_q6_k(values_NE: torch.Tensor, blocks: torch.Tensor) -> None:
     """value = scale * sub-scale * (code - 32) by 16 elements; the extreme sub-scale is -128."""
     subs_NSE = values_NE.view(values_NE.shape[0], -1, SUB_ELEMENTS_6)
-    subs_TE = subs_NSE.flatten(0, 1)
-    wanted_NS = _extremes(subs_TE).div_(-32).view(subs_NSE.shape[:2])
+    wanted_NS = _fit_scales(subs_NSE.flatten(0, 1).t().contiguous()).view(subs_NSE.shape[:2])
     scales_N1 = _extremes(wanted_NS).div_(-128)
     subs_NS = (wanted_NS * _inverse(scales_N1)).round_().clamp_(-128, 127)
     scales_N1 = scales_N1.to(torch.float16)
     steps_NS = _inverse(subs_NS * scales_N1.float())
-    codes_NSE = (subs_NSE * steps_NS.unsqueeze(2)).round_().clamp_(-32, 31).add_(32).to(torch.uint8)
+    codes_NSE = (subs_NSE * steps_NS.unsqueeze(2)).round_()
+    codes_NSE = codes_NSE.clamp_(-MIDDLE_6, MIDDLE_6 - 1).add_(MIDDLE_6).to(torch.uint8)
     codes = codes_NSE.view(-1, 2, 4, 32)
     blocks[:, :128] = _pairs((codes & 0x0F).view(-1, 2, 128)).flatten(1)
     high = codes >> 4

@@ -7,6 +7,7 @@ nvfp4    X.weight_packed uint8 [N, K / 2], X.weight_scale e4m3 [N, K / 16], X.we
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from holdfast.loading.planning.moves import Choice
@@ -43,35 +44,58 @@ def plan_folder(
     entries: Mapping[str, TensorEntry],
     stored_types: Mapping[str, str],
     dtype: str,
+    norm_added: float,
     target: str,
 ) -> WritePlan:
     """Plan the tensors of a folder; the names are those of checkpoints with a tensor for each expert.
 
     `stored_types` has the stored type of tensors that are expanded. `dtype` is that of scales, and of expanded tensors
-    that stay plain.
+    that stay plain. `norm_added` is added to the weights of norms.
     """
     names = {parameter.name: [part.tensor for part in parameter.parts] for parameter in parameters}
     tensors: list[Written] = []
     for fill in fills:
         own = names[fill.parameter.name]
+        if len(own) < len(fill.parts):  # halves of one tensor
+            tensors.append(_plain(fill, fill.parts, own[0], entries, stored_types, dtype))
+            continue
         for alike in _multiplied_as_one(fill):
             for place in alike:
                 part, name = fill.parts[place], own[place]
-                entry = entries[part.tensor]
                 reason = _plain_reason(fill, part, name, target)
-                before = stored_types.get(entry.name, entry.dtype), part_bytes(part, entry)
-                if not reason:
-                    amax_parts = tuple(fill.parts[each] for each in alike) if target == "nvfp4" else ()
-                    planes = _planes(name.removesuffix(WEIGHT), part, target, dtype)
-                    tensors.append(Written(name, target, (part,), planes, *before, amax_parts=amax_parts))
+                if reason:
+                    plain = _plain(fill, (part,), name, entries, stored_types, dtype, reason)
+                    tensors.append(replace(plain, added=norm_added) if fill.parameter.kind == "norm" else plain)
                     continue
-                plain = dtype if entry.name in stored_types else entry.dtype
-                shape = (part.num_rows, part.num_columns) if len(part.shape) > 1 else (part.num_rows,)
-                plane = Plane(name, plain, shape, prod(shape) * DTYPE_BYTES[plain])
-                tensors.append(Written(name, "plain", (part,), (plane,), *before, reason=reason))
+                entry = entries[part.tensor]
+                before = stored_types.get(entry.name, entry.dtype), part_bytes(part, entry)
+                amax_parts = tuple(fill.parts[each] for each in alike) if target == "nvfp4" else ()
+                planes = _planes(name.removesuffix(WEIGHT), part, target, dtype)
+                tensors.append(Written(name, target, (part,), planes, *before, amax_parts=amax_parts))
     plan = WritePlan(target, tuple(tensors))
     plan.check()
     return plan
+
+
+def _plain(
+    fill: Choice,
+    parts: tuple[Part, ...],
+    name: str,
+    entries: Mapping[str, TensorEntry],
+    stored_types: Mapping[str, str],
+    dtype: str,
+    reason: str = "",
+) -> Written:
+    """Plan a tensor that keeps its type, or is expanded to `dtype`."""
+    entry = entries[parts[0].tensor]
+    before_type = stored_types.get(entry.name, entry.dtype)
+    kept = dtype if entry.name in stored_types and len(entry.shape) > 1 else entry.dtype
+    num_rows = sum(part.num_rows for part in parts)
+    shape = (num_rows, parts[0].num_columns) if len(parts[0].shape) > 1 else (num_rows,)
+    plane = Plane(name, kept, shape, prod(shape) * DTYPE_BYTES[kept])
+    before_bytes = sum(part_bytes(part, entries[part.tensor]) for part in parts)
+    reason = reason or PLAIN_REASONS[fill.parameter.kind]
+    return Written(name, "plain", parts, (plane,), before_type, before_bytes, reason)
 
 
 def _multiplied_as_one(fill: Choice) -> Iterator[Sequence[int]]:
