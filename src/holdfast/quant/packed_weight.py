@@ -1,0 +1,71 @@
+"""PackedWeight: a weight matrix as the planes of its checkpoint's blocks, in parts of one scheme each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.quant.packed_schemes import PackedScheme
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Rows [row_start, row_start + num_rows) of each matrix, and their planes in the order of the scheme's."""
+
+    scheme: PackedScheme
+    row_start: int
+    shape: tuple[int, ...]
+    """[..., num_rows, K]: leading dimensions are those of stacked experts."""
+    planes: tuple[torch.Tensor, ...]
+    """Contiguous views into the weights' arena, aligned to 256 bytes, as `PackedScheme.shaped` shapes them."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[-2]
+
+    def plane(self, name: str) -> torch.Tensor:
+        return next(
+            tensor for plane, tensor in zip(self.scheme.planes, self.planes, strict=True) if plane.name == name
+        )
+
+    def check(self) -> None:
+        """Check that the planes are those that the scheme has for this shape."""
+        for plane, tensor in zip(self.scheme.shaped(self.shape), self.planes, strict=True):
+            what = f"{self.scheme.title} {self.shape}, plane {plane.suffix}"
+            assert tuple(tensor.shape) == plane.shape, f"{what}: {tensor.shape=}, not {plane.shape}"
+            assert str(tensor.dtype).removeprefix("torch.") == plane.dtype, f"{what}: {tensor.dtype}, not {plane.dtype}"
+            assert tensor.is_contiguous(), f"{what}: strides {tensor.stride()}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [N, K], or stacked matrices [E, N, K], whose rows are packed parts."""
+
+    shape: tuple[int, ...]
+    parts: tuple[PackedPart, ...]
+    """In order of rows: one, or several if fused rows (q, k, v; gate, up) are stored in different schemes."""
+    room: torch.Tensor | None = None
+    """Bytes of the workspace for dequantized pieces of rows; None until the workspace exists."""
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Names of the schemes."""
+        return tuple(dict.fromkeys(part.scheme.title for part in self.parts))
+
+    def planes(self) -> Iterable[torch.Tensor]:
+        return (tensor for part in self.parts for tensor in part.planes)
+
+    def check(self) -> None:
+        """Check that parts follow each other, and every part's planes."""
+        row = 0
+        for part in self.parts:
+            assert part.row_start == row, f"{part.scheme.title}: begins at row {part.row_start}, not {row}"
+            expected = (*self.shape[:-2], part.num_rows, self.shape[-1])
+            assert part.shape == expected, f"{part.scheme.title}: {part.shape} of {self.shape}"
+            part.check()
+            row += part.num_rows
+        assert row == self.shape[-2], f"parts have {row} rows of {self.shape}"
