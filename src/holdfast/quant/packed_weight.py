@@ -28,9 +28,7 @@ class PackedPart:
         return self.shape[-2]
 
     def plane(self, name: str) -> torch.Tensor:
-        return next(
-            tensor for plane, tensor in zip(self.scheme.planes, self.planes, strict=True) if plane.name == name
-        )
+        return next(tensor for plane, tensor in zip(self.scheme.planes, self.planes, strict=True) if plane.name == name)
 
     def check(self) -> None:
         """Check that the planes are those that the scheme has for this shape."""
@@ -69,3 +67,17 @@ class PackedWeight:
             part.check()
             row += part.num_rows
         assert row == self.shape[-2], f"parts have {row} rows of {self.shape}"
+
+
+def plane_bytes(scheme: PackedScheme, num_rows: int, num_columns: int, bytes_X: torch.Tensor) -> list[torch.Tensor]:
+    """View `num_rows` packed rows, plane after plane: [rows, bytes of a row] for each plane that rows do not share."""
+    views, start = [], 0
+    for plane in scheme.planes:
+        if plane.is_shared:
+            continue
+        width = plane.row_bytes(num_columns)
+        count = num_rows // scheme.row_group
+        views.append(bytes_X[start : start + count * width].view(count, width))
+        start += count * width
+    assert start == bytes_X.numel(), f"{scheme.title}: {bytes_X.numel()} bytes for {num_rows} rows of {num_columns}"
+    return views
