@@ -34,6 +34,7 @@ from holdfast.loading.sources.files import MANIFEST_FILE, SETTINGS_FILES
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, file_inside
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def save_quantized(
     folder: Path,
     model: OpenModel,
     plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    weights: Mapping[str, AnyWeight],
     mesh: Mesh = ALONE,
     on_progress: Progress = lambda done, total: None,
     planned: SourceIdentity | None = None,
@@ -128,7 +129,7 @@ def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
 def write_weights(
     folder: Path,
     plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    weights: Mapping[str, AnyWeight],
     identity: SourceIdentity,
     mesh: Mesh,
     on_progress: Progress = lambda done, total: None,
@@ -229,11 +230,10 @@ def header_of(specs: list[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _planes(
-    plan: LoadPlan, weights: Mapping[str, torch.Tensor | QuantizedWeight]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _planes(plan: LoadPlan, weights: Mapping[str, AnyWeight]) -> Iterator[tuple[str, torch.Tensor]]:
     for weight in plan.weights:
         held = weights[weight.name]
+        assert not isinstance(held, PackedWeight), f"{weight.name} stays packed in the checkpoint"
         tensors = (held.codes, held.scales) if isinstance(held, QuantizedWeight) else (held,)
         for spec, tensor in zip(weight.specs, tensors, strict=True):
             yield spec.name, tensor
