@@ -34,11 +34,12 @@ from holdfast.loading.sources.files import MANIFEST_FILE, SETTINGS_FILES
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, file_inside
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.quant.packed_weight import AnyWeight
 
 MAX_FILE_BYTES = 4 * 2**30
 """Most bytes of the planes in one file; a larger plane gets its own file."""
@@ -231,6 +232,8 @@ def header_of(specs: list[TensorSpec]) -> bytes:
 
 
 def _planes(plan: LoadPlan, weights: Mapping[str, AnyWeight]) -> Iterator[tuple[str, torch.Tensor]]:
+    from holdfast.quant.packed_weight import PackedWeight
+
     for weight in plan.weights:
         held = weights[weight.name]
         assert not isinstance(held, PackedWeight), f"{weight.name} stays packed in the checkpoint"
