@@ -1,22 +1,39 @@
-"""Which packed schemes a device multiplies by kernels, and how their planes are arranged for them; no torch.
+"""Which packed schemes a device multiplies by kernels, how planes are arranged for them, and pieces without; no torch.
 
 A kernel that lands adds its families here. A start without `packed_weights` keeps what has a kernel and expands the rest.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_schemes import PackedRows, PackedScheme
 
-PACKED_KERNELS: Mapping[str, frozenset[str]] = {"cpu": frozenset(), "cuda": frozenset()}
-"""Families of schemes with a kernel, by kind of device."""
-ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {}}
-"""Families that a load arranges for a device, and their names then."""
+PACKED_KERNELS: Mapping[str, frozenset[str]] = {"cpu": frozenset({"int8"}), "cuda": frozenset({"int8", "mxfp4"})}
+"""Families of schemes, as arranged, with a kernel, by kind of device."""
+ArrangedScheme = Callable[[PackedScheme], "PackedScheme | None"]
+ARRANGED_SCHEMES: Mapping[str, ArrangedScheme] = {}
+"""By kind of device: a function from a scheme to its arrangement, or None. kernels/load/arrange_planes.py moves the bytes."""
+ARRANGED_KINDS = ("linear", "expert", "head")
+"""Kinds of weights that are arranged: those that are multiplied."""
 
 
 def has_kernel(scheme: PackedScheme, device_kind: str) -> bool:
     """Return True if a kernel of the device takes the planes; else the reference dequantizes pieces of rows."""
     return scheme.family in PACKED_KERNELS[device_kind]
+
+
+def arrange_rows(
+    rows: Sequence[PackedRows], kind: str, part_rows: Sequence[int], device_kind: str
+) -> tuple[PackedRows, ...]:
+    """Arrange packed parts for a device. Every checkpoint tensor must fill whole groups of rows."""
+    find = ARRANGED_SCHEMES.get(device_kind)
+    if find is None or kind not in ARRANGED_KINDS:
+        return tuple(rows)
+    arranged = [(one, find(one.scheme)) for one in rows]
+    return tuple(
+        one if scheme is None or any(count % scheme.row_group for count in part_rows) else one._replace(scheme=scheme)
+        for one, scheme in arranged
+    )
 
 
 PIECE_ELEMENTS: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**23}
@@ -26,14 +43,17 @@ LANE = "packed"
 """Lane of the workspace for such a piece."""
 
 
-def piece_rows(num_rows: int, num_columns: int, device_kind: str) -> int:
-    """Return the rows of a piece."""
-    return min(num_rows, max(1, PIECE_ELEMENTS[device_kind] // num_columns))
+def piece_rows(num_rows: int, num_columns: int, device_kind: str, row_group: int = 1) -> int:
+    """Return the rows of a piece: whole groups of rows that lie interleaved."""
+    return min(num_rows, max(1, PIECE_ELEMENTS[device_kind] // num_columns // row_group) * row_group)
 
 
-def piece_specs(shapes: Iterable[tuple[int, ...]], dtype: str, device_kind: str) -> tuple[TensorSpec, ...]:
-    """Return the tensors of the largest piece of these weights: values, and values rounded to half precision."""
-    sizes = [piece_rows(shape[-2], shape[-1], device_kind) * shape[-1] for shape in shapes]
+def piece_specs(shapes: Iterable[tuple[int, int, int]], dtype: str, device_kind: str) -> tuple[TensorSpec, ...]:
+    """Return the tensors of the largest piece of these parts: values, and values rounded to half precision.
+
+    A shape is rows, columns, and rows that lie interleaved.
+    """
+    sizes = [piece_rows(rows, columns, device_kind, group) * columns for rows, columns, group in shapes]
     if not sizes:
         return ()
     values = TensorSpec("values", (max(sizes),), "float32")

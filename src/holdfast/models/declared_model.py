@@ -215,18 +215,21 @@ class DeclaredModel:
         """Return what a recipe does to the weights that the checkpoint packs."""
 
         def find() -> PackedAccount:
-            forms = [weight.form(self.checkpoint_dtype, recipe) for weight in self.parameters()]
-            return account_for([form for form in forms if form is not None], recipe)
+            forms = [(weight.kind, weight.form(self.checkpoint_dtype, recipe)) for weight in self.parameters()]
+            return account_for([(kind, form) for kind, form in forms if form is not None], recipe)
 
         return self.remembered(("packed", recipe), find)
 
-    def packed_shapes(self, recipe: WeightRecipe, mesh: Mesh = ALONE) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a rank's packed parts: rows and columns of one matrix."""
+    def packed_shapes(self, recipe: WeightRecipe, mesh: Mesh = ALONE) -> tuple[tuple[int, int, int], ...]:
+        """Return the shapes of a rank's packed parts: rows and columns of one matrix, and rows that lie interleaved."""
 
-        def find() -> tuple[tuple[int, ...], ...]:
+        def find() -> tuple[tuple[int, int, int], ...]:
             forms = [(weight, weight.form(self.checkpoint_dtype, recipe)) for weight in self.parameters(mesh)]
             shapes = {
-                (rows.num_rows, weight.shape[-1]) for weight, form in forms if form is not None for rows in form.rows
+                (rows.num_rows, weight.shape[-1], rows.scheme.row_group)
+                for weight, form in forms
+                if form is not None
+                for rows in form.rows
             }
             return tuple(sorted(shapes))
 

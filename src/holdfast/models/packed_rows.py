@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.kernels.packed_kernels import has_kernel
+from holdfast.kernels.packed_kernels import arrange_rows, has_kernel
 from holdfast.quant.packed_schemes import PackedRows, PackedScheme, join_rows, plain_scheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -30,29 +30,35 @@ def packed_form(
 
     `part_rows` are the share's rows of each part in one matrix.
     """
-    packed = [scheme for scheme in schemes if scheme is not None]
-    if not packed:
+    if not any(schemes):
         return None
-    reason = _expanded_because(kind, packed, recipe)
-    if reason:
+    if reason := _expanded_because(kind, recipe):
         return PackedForm((), reason)
     assert len(part_rows) == len(schemes), f"{part_rows} rows of {len(schemes)} parts"
     assert sum(part_rows) == shape[-2], f"{part_rows} rows of {shape}"
-    plain = plain_scheme(dtype)
-    return PackedForm(join_rows(zip(part_rows, (scheme or plain for scheme in schemes), strict=True)))
+    plain, device = plain_scheme(dtype), recipe.packed.device_kind
+    rows = join_rows(zip(part_rows, (scheme or plain for scheme in schemes), strict=True))
+    rows = arrange_rows(rows, kind, part_rows, device)
+    without = next((one.scheme for one in rows if not is_fast(kind, one.scheme, device)), None)
+    if recipe.packed.keeps == "with_kernel" and without is not None:
+        return PackedForm((), f"no kernel on {device} takes {without.title} yet")
+    return PackedForm(rows)
 
 
-def _expanded_because(kind: str, packed: Sequence[PackedScheme], recipe: WeightRecipe) -> str:
+def is_fast(kind: str, scheme: PackedScheme, device_kind: str) -> bool:
+    """Return True if a kernel takes such a weight, or none is needed: rows of an embedding are looked up."""
+    if kind in ("embedding", "head") and scheme.family == "mxfp4":
+        return False  # a lookup needs scales by row
+    return (kind == "embedding" and device_kind == "cpu") or has_kernel(scheme, device_kind)
+
+
+def _expanded_because(kind: str, recipe: WeightRecipe) -> str:
     if recipe.scheme is not None:
         return f"quantized again, to {recipe.scheme.name}"
     if recipe.packed.keeps == "none":
         return "packed_weights=expanded"
     if kind not in PACKED_KINDS:
-        return f"a weight of the kind {kind} is multiplied in the type of activations"
-    device = recipe.packed.device_kind
-    without = next((scheme for scheme in packed if not has_kernel(scheme, device)), None)
-    if recipe.packed.keeps == "with_kernel" and without is not None:
-        return f"no kernel on {device} takes {without.title} yet"
+        return f"weights of the kind {kind} are multiplied in the type of activations"
     return ""
 
 
@@ -85,11 +91,11 @@ class PackedAccount(NamedTuple):
         return ", ".join(parts)
 
 
-def account_for(forms: Sequence[PackedForm], recipe: WeightRecipe) -> PackedAccount:
-    """Sum up the forms of all packed weights."""
+def account_for(held: Sequence[tuple[str, PackedForm]], recipe: WeightRecipe) -> PackedAccount:
+    """Sum up the forms of all packed weights, each with its kind."""
+    forms, device = [form for _, form in held], recipe.packed.device_kind
     reasons = Counter(form.reason for form in forms if not form.rows)
-    device = recipe.packed.device_kind
-    slow = (rows.scheme for form in forms for rows in form.rows if not has_kernel(rows.scheme, device))
+    slow = (rows.scheme for kind, form in held for rows in form.rows if not is_fast(kind, rows.scheme, device))
     titles = tuple(dict.fromkeys(scheme.title for scheme in slow if scheme.family != "plain"))
     kept = sum(bool(form.rows) for form in forms)
     return PackedAccount(kept, len(forms) - kept, tuple(reason for reason, _ in reasons.most_common()), titles)

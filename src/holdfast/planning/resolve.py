@@ -643,7 +643,10 @@ def choose_packed(
     if not model.packed:
         return recipe, ()
     keeps = {None: "with_kernel", "as_stored": "all", "expanded": "none"}[config.packed_weights]
-    recipe = replace(recipe, packed=PackedPolicy(keeps, target.kind))  # type: ignore[arg-type]  # one of its values
+    is_auto = config.packed_activations == "auto"
+    takes_codes = target.kind == "cpu" and config.dtype == "auto" if is_auto else config.packed_activations == "int8"
+    policy = PackedPolicy(keeps, target.kind, "int8" if takes_codes else "full")  # type: ignore[arg-type]  # its values
+    recipe = replace(recipe, packed=policy)
     account = model.packed_account(recipe)
     if config.packed_weights is not None:
         return recipe, (Choice("packed_weights", config.packed_weights, f"given: {account.summary}"),)

@@ -21,6 +21,7 @@ block_mxfp4 4 bits, halves of 16, e2m1         scales e8m0 by 32                
 block_nvfp4 4 bits, halves of 8, e2m1          scales ue4m3 by 16; second f32 by row       E[q] * s * second
 iq2_*, iq3_* blocks as stored                                                              quant/packed_grids.py
 int         4 or 8 bits, neighbours in a byte  scales by group; zeros u8 or i8 by group    (q - z) * s
+int8        8 bits, signed                     scales f32 by row                           q * s
 fp8         e4m3                               scales by group                             q * s
 nvfp4       4 bits, e2m1                       scales e4m3 by 16; second f32 by row        E[q] * (s * second)
 mxfp4       4 bits, e2m1                       scales e8m0 by 32                           E[q] * 2^(s - 127)
@@ -196,6 +197,10 @@ def integer_scheme(
         planes.append(PackedPlane("zeros", zero_dtype, 1, group_columns))
     middle = 0 if zero_dtype or is_signed else 2 ** (bits - 1)
     unit = lcm(group_columns or 1, 8 // bits)
+    if is_signed and not (group_columns or zero_dtype):
+        # The planes of quantization=int8, so its kernels take them. The scales are exact in float32.
+        scales = PackedPlane("scales", "float32", 1, 0)
+        return PackedScheme("int8", title, bits, (codes, scales), 0)
     return PackedScheme("int", title, bits, tuple(planes), group_columns, unit, middle=middle)
 
 

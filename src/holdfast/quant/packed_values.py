@@ -24,12 +24,13 @@ def fill_rows(scheme: PackedScheme, planes: Sequence[Tensor], out_RK: Tensor) ->
     """Fill `out_RK` (float32, contiguous) with the values of some rows of a matrix, given their rows of every plane."""
     named = {plane.name: rows for plane, rows in zip(scheme.planes, planes, strict=True)}
     num_rows, num_columns = out_RK.shape
-    step = max(1, STEP_ELEMENTS // num_columns)
+    group = scheme.row_group
+    step = max(1, STEP_ELEMENTS // num_columns // group) * group
     fill = FILLS[scheme.family]
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
         some = {
-            plane.name: named[plane.name] if plane.is_shared else named[plane.name][start:end]
+            plane.name: named[plane.name] if plane.is_shared else named[plane.name][start // group : end // group]
             for plane in scheme.planes
         }
         fill(scheme, some, out_RK[start:end])
@@ -37,8 +38,11 @@ def fill_rows(scheme: PackedScheme, planes: Sequence[Tensor], out_RK: Tensor) ->
 
 
 def dequantize_rows(part: PackedPart, matrix: int, rows: tuple[int, int], out_RK: Tensor) -> Tensor:
-    """Fill `out_RK` with rows [start, end) of a part of one matrix; `matrix` counts stacked experts."""
-    start, end = rows
+    """Fill `out_RK` with rows [start, end) of a part of one matrix; `matrix` counts stacked experts.
+
+    Rows are whole groups of those that lie interleaved.
+    """
+    start, end = (row // part.scheme.row_group for row in rows)
     planes = []
     for plane, tensor in zip(part.scheme.planes, part.planes, strict=True):
         rows_XE = tensor.view(-1, tensor.shape[-1])
@@ -130,6 +134,7 @@ def _fill_plain(scheme: PackedScheme, planes: Mapping[str, Tensor], out_RK: Tens
 FILLS: Mapping[str, Fill] = {
     **{scheme.family: _fill_blocks for scheme in BLOCK_SCHEMES.values()},
     "int": _fill_integers,
+    "int8": _fill_integers,
     "nvfp4": _fill_nvfp4,
     "mxfp4": _fill_mxfp4,
     "fp8": _fill_fp8,

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import INT8, MXFP4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class PackedWeight:
     """In order of rows: one, or several if fused rows (q, k, v; gate, up) are stored in different schemes."""
     room: torch.Tensor | None = None
     """Bytes of the workspace for dequantized pieces of rows; None until the workspace exists."""
+    activations: Literal["full", "int8"] = "full"
+    """Inputs of products: as they are, or 8-bit codes if the part's kernel takes them."""
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -65,6 +68,20 @@ class PackedWeight:
             part.check()
             row += part.num_rows
         assert row == self.shape[-2], f"parts have {row} rows of {self.shape}"
+
+
+QUANTIZED_FAMILIES = {"mxfp4": MXFP4, "int8": INT8}
+"""Families with the planes of a weight scheme, whose kernels take them."""
+
+
+def as_quantized(weight: PackedWeight) -> QuantizedWeight | None:
+    """Return the same planes as a quantized weight; None if no weight scheme has them."""
+    part, *others = weight.parts
+    scheme = QUANTIZED_FAMILIES.get(part.scheme.family)
+    if others or scheme is None:
+        return None
+    codes, scales = part.planes
+    return QuantizedWeight(scheme, weight.shape, codes, scales.view(scheme.scale_shape(weight.shape)))
 
 
 AnyWeight: TypeAlias = torch.Tensor | QuantizedWeight | PackedWeight

@@ -128,6 +128,8 @@ class PackedPolicy(NamedTuple):
     keeps: Literal["none", "with_kernel", "all"] = "none"
     """None: every block is expanded; those that a kernel of the device multiplies; all, some through the reference."""
     device_kind: str = "cpu"
+    activations: Literal["full", "int8"] = "full"
+    """Type of the inputs of products whose kernel takes 8-bit codes; all others take full ones."""
 
 
 EXPANDED = PackedPolicy()

@@ -34,7 +34,7 @@ def _multiply_part(
     x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, room: Tensor | None
 ) -> None:
     num_rows, num_columns = part.shape[-2:]
-    step = piece_rows(num_rows, num_columns, x_TK.device.type)
+    step = piece_rows(num_rows, num_columns, x_TK.device.type, part.scheme.row_group)
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
         weight_RK = _rounded(part, matrix, (start, end), room, out_TN.dtype if x_TK.is_cpu else x_TK.dtype)

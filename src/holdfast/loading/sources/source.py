@@ -101,6 +101,9 @@ class CheckedSource(Protocol):
 class PackableSource(Protocol):
     """Extra method of a source whose tensors are blocks of codes, which may stay as they are stored."""
 
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+
     def read_packed(
         self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
     ) -> None:
