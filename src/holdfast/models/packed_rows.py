@@ -88,7 +88,7 @@ class PackedAccount(NamedTuple):
             parts.append(f"no kernel takes {' or '.join(self.by_reference)} yet, so pieces of rows are dequantized")
         if self.num_expanded:
             parts.append(f"{self.num_expanded} are expanded ({'; '.join(self.reasons)})")
-        return ", ".join(parts)
+        return "; ".join(parts)
 
 
 def account_for(held: Sequence[tuple[str, PackedForm]], recipe: WeightRecipe) -> PackedAccount:
