@@ -41,6 +41,9 @@ INLINE bytes16 load_bytes16(const uint8_t *p) { return *(const loose_bytes16 *)p
 #else
 #define SIGNED_CODES 1
 #endif
+#if !(USE_AVX512 || USE_AVX2 || USE_DOTPROD)
+#pragma GCC optimize("O1")  // more takes minutes to compile and gains little
+#endif
 
 // Codes of 16 columns of x, as products take them.
 #if USE_DOTPROD

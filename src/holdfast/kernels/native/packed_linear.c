@@ -111,7 +111,8 @@ INLINE void lone_row(const enum block_type type, const uint8_t *tile, const uint
     const struct block_traits traits = TRAITS[type];
     const int parts = traits.elements / PART, halves = PART / traits.step;
     const long block_bytes = (long)traits.bytes * TILE_ROWS;
-    UNROLL for (int v = 0; v < VECTORS; v++) y[v] = splat(0.0f);
+    vec sums[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) sums[v] = splat(0.0f);
     for (long block = 0; block < num_blocks; block++, tile += block_bytes) {
         UNROLL for (int part = 0; part < parts; part++, x += PART_BYTES) {
             for (long line = block_bytes * part / parts; line < block_bytes * (part + 1) / parts; line += 64)
@@ -126,10 +127,11 @@ INLINE void lone_row(const enum block_type type, const uint8_t *tile, const uint
                     if (traits.has_min) minima[half] = unpack_minima(type, tile, part, half, v);
                 }
                 vec t = scaled_sums(w, scales, minima, low, high, x + PART + 4, 1, traits.step, traits.has_min, traits.bits);
-                y[v] = multiply_add(t, splat_float(x + PART), y[v]);
+                sums[v] = multiply_add(t, splat_float(x + PART), sums[v]);
             }
         }
     }
+    UNROLL for (int v = 0; v < VECTORS; v++) y[v] = sums[v];
 }
 
 // Parts [part, part + count) of a tile, for many rows of x.

@@ -58,11 +58,20 @@ INLINE words moved_bits(words plane, int from, int to, uint32_t mask) {
     return (from <= to ? plane << (to - from) : plane >> (from - to)) & mask;
 }
 
+// Four high bits of each byte.
+INLINE words high_halves(words both) {
+#if USE_DOTPROD
+    return (words)vshrq_n_u8((uint8x16_t)both, 4);
+#else
+    return (both >> 4) & 0x0F0F0F0F;
+#endif
+}
+
 // 16 bytes whose low halves are columns 0-15, high halves 16-31.
 INLINE void unpack_halves(const uint8_t *field, int vector, words *out) {
     UNROLL for (int g = 0; g < 4; g++) {
         words both = code_word(field, g, vector);
-        out[g] = both & 0x0F0F0F0F, out[4 + g] = (both >> 4) & 0x0F0F0F0F;
+        out[g] = both & 0x0F0F0F0F, out[4 + g] = high_halves(both);
     }
 }
 
@@ -97,7 +106,8 @@ INLINE void unpack_codes(const enum block_type type, const uint8_t *block, const
         case Q4_K:
         case Q5_K:
             UNROLL for (int g = 0; g < 8; g++) {
-                out[g] = (code_word(block, part / 2 * 8 + g, vector) >> (4 * (part % 2))) & 0x0F0F0F0F;
+                words both = code_word(block, part / 2 * 8 + g, vector);
+                out[g] = part % 2 ? high_halves(both) : both & 0x0F0F0F0F;
                 if (type == Q5_K)
                     out[g] |= moved_bits(code_word(block + Q5_K_FIFTH, g, vector), part, 4, 0x10101010);
             }
@@ -106,7 +116,8 @@ INLINE void unpack_codes(const enum block_type type, const uint8_t *block, const
             UNROLL for (int g = 0; g < 8; g++) {
                 words both = code_word(block, part / 4 * 16 + part % 2 * 8 + g, vector);
                 words high = code_word(block + Q6_K_HIGH, part / 4 * 8 + g, vector);
-                out[g] = ((both >> (part % 4 / 2 * 4)) & 0x0F0F0F0F) | moved_bits(high, 2 * (part % 4), 4, 0x30303030);
+                out[g] = part % 4 / 2 ? high_halves(both) : both & 0x0F0F0F0F;
+                out[g] |= moved_bits(high, 2 * (part % 4), 4, 0x30303030);
             }
             break;
         default: break;
