@@ -15,8 +15,19 @@ import numpy as np
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
 TYPES = {
-    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
-    **{"IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39},
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "MXFP4": 39,
 }
 F32 = 0
 POINTER = ctypes.c_void_p

@@ -130,15 +130,11 @@ def arrange_tiles(scheme: PackedScheme, planes: Sequence[Tensor], tiles_GX: Tens
         assert rows.nbytes == num_rows * num_blocks * field.num_bytes, f"{rows.shape=} {tiles_GX.shape=} {field}"
         unit = -field.unit_bytes if field.spreads_bits else field.unit_bytes
         place = tiles_GX.data_ptr() + field.offset
-        library.holdfast_interleave(
-            rows.data_ptr(), place, num_rows, num_blocks, field.num_bytes, unit, block_bytes
-        )
+        library.holdfast_interleave(rows.data_ptr(), place, num_rows, num_blocks, field.num_bytes, unit, block_bytes)
     return tiles_GX
 
 
-def _check(
-    x_TK: Tensor, tiles_GX: Tensor, scheme: PackedScheme, bias_N: Tensor | None, out_TN: Tensor
-) -> None:
+def _check(x_TK: Tensor, tiles_GX: Tensor, scheme: PackedScheme, bias_N: Tensor | None, out_TN: Tensor) -> None:
     """Assert that shapes match: the C function does not check."""
     num_rows, size_k = x_TK.shape
     size_n = TILE_ROWS * len(tiles_GX)
