@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
+import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 
-LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
+LIBRARIES = Path(str(llama_cpp.__file__)).parent / "lib"
 TYPES = {
     "Q4_0": 2,
     "Q4_1": 3,
@@ -39,7 +39,7 @@ class InitParams(ctypes.Structure):
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", POINTER), ("no_alloc", ctypes.c_bool)]
 
 
-def load() -> Any:
+def load() -> Any:  # noqa: ANN401 a namespace
     """Return every function of ggml that is used here, with its types."""
     base = ctypes.CDLL(str(LIBRARIES / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
     cpu = ctypes.CDLL(str(LIBRARIES / "libggml-cpu.so"), mode=ctypes.RTLD_GLOBAL)
