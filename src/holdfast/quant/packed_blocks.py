@@ -169,21 +169,21 @@ def _scale_and_shift(scales: Tensor, mins: Tensor, d: Tensor, dmin: Tensor, out_
 
 def _fill_q4_k(planes: Sequence[Tensor], out_NE: Tensor) -> None:
     """Each run of 32 bytes has two sub-blocks: the low halves, then the high halves."""
-    codes, *scales = planes
+    codes, scales, mins, d, dmin = planes
     _halves(codes, 32, out_NE)
-    _scale_and_shift(*scales, out_NE)
+    _scale_and_shift(scales, mins, d, dmin, out_NE)
 
 
 def _fill_q5_k(planes: Sequence[Tensor], out_NE: Tensor) -> None:
     """Bit s of byte i of fifth is the fifth bit of element i of sub-block s."""
-    low_bits, fifth, *scales = planes
+    low_bits, fifth, scales, mins, d, dmin = planes
     fifth_bits = fifth.unsqueeze(1) >> _shifts(8, 1, fifth.device).view(1, 8, 1)
     codes = fifth_bits.bitwise_and_(1).bitwise_left_shift_(4).view(-1, 4, 2, 32)
     low_bits = low_bits.unflatten(1, (4, 32))
     codes[:, :, 0].bitwise_or_(low_bits & 0x0F)
     codes[:, :, 1].bitwise_or_(low_bits >> 4)
     out_NE.copy_(codes.view(-1, 256))
-    _scale_and_shift(*scales, out_NE)
+    _scale_and_shift(scales, mins, d, dmin, out_NE)
 
 
 def _fill_q6_k(planes: Sequence[Tensor], out_NE: Tensor) -> None:

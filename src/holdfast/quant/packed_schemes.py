@@ -40,6 +40,8 @@ from holdfast.quant.weight_schemes import WeightPlane
 
 Second = Literal["none", "scales_times", "scales_over", "values_times"]
 """What a row's second scale does: multiply or divide the scales of groups, or multiply the values last."""
+GROUPS = "groups"
+"""Name of the plane with the group of each column."""
 SCALE_PLANES = ("scales", "mins", "d", "dmin", "second")
 """Names of planes that must be finite if their elements are floats."""
 
@@ -55,6 +57,8 @@ class PackedPlane(NamedTuple):
     """0: `elements` are those of a whole row."""
     is_shared: bool = False
     """One row for all rows of a matrix."""
+    nan_byte: int = -1
+    """The byte that stands for NaN, in a plane of bytes; -1: none does."""
 
     def row_elements(self, num_columns: int) -> int:
         """Return the elements of a row."""
@@ -117,13 +121,13 @@ class PackedScheme:
             return f"{num_columns} columns are not made of whole groups of {self.unit_columns}"
         return None
 
-    def ordered(self, num_groups: int) -> "PackedScheme":
+    def ordered(self, num_groups: int, index_dtype: str) -> "PackedScheme":
         """Return the scheme with a group by column (act-order): every row keeps the scales of all groups."""
         planes = tuple(
             plane._replace(elements=num_groups, columns=0) if plane.name in ("scales", "zeros") else plane
             for plane in self.planes
         )
-        groups = PackedPlane("groups", "int32", 1, 1, is_shared=True)
+        groups = PackedPlane(GROUPS, index_dtype, 1, 1, is_shared=True)
         return replace(self, planes=(*planes, groups), order_groups=num_groups, unit_columns=8 // min(8, self.bits))
 
 
@@ -209,7 +213,8 @@ def nvfp4_scheme(title: str, divides: bool) -> PackedScheme:
 
 def mxfp4_scheme(title: str) -> PackedScheme:
     """Return e2m1 codes with exponents as scales by 32."""
-    return PackedScheme("mxfp4", title, 4, (CODES_4, _scales(32, dtype="uint8")), 32, 32)
+    exponents = _scales(32, dtype="uint8")._replace(nan_byte=255)
+    return PackedScheme("mxfp4", title, 4, (CODES_4, exponents), 32, 32)
 
 
 def plain_scheme(dtype: str) -> PackedScheme:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.quant.packed_blocks import BLOCK_FILLS
-from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme
+from holdfast.quant.packed_schemes import BLOCK_SCHEMES, GROUPS, PackedScheme
 from holdfast.quant.packed_weight import PackedPart
 from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values
 
@@ -84,7 +84,7 @@ def _by_group(
     """Apply each group's value to its columns: runs of `group_columns`, or those that the plane of groups names."""
     num_columns = out_RK.shape[1]
     if scheme.order_groups:
-        apply(out_RK, values_RJ.index_select(1, planes["groups"].view(-1)))
+        apply(out_RK, values_RJ.index_select(1, planes[GROUPS].view(-1)))
         return
     size = scheme.group_columns or num_columns
     whole = num_columns // size * size

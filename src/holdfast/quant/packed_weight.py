@@ -1,15 +1,13 @@
 """PackedWeight: a weight matrix as the planes of its checkpoint's blocks, in parts of one scheme each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,10 @@ class PackedWeight:
             part.check()
             row += part.num_rows
         assert row == self.shape[-2], f"parts have {row} rows of {self.shape}"
+
+
+AnyWeight: TypeAlias = torch.Tensor | QuantizedWeight | PackedWeight
+"""A weight as a product takes it: plain, quantized, or packed as its checkpoint stores it."""
 
 
 def plane_bytes(scheme: PackedScheme, num_rows: int, num_columns: int, bytes_X: torch.Tensor) -> list[torch.Tensor]:

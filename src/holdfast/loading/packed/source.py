@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
-from holdfast.loading.packed.schemes import scheme_of
+from holdfast.loading.packed.schemes import is_ordered, scheme_of
 from holdfast.loading.packed.settings import TABLES, PackedSettings
 from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, scratch_bytes, tiles
 from holdfast.loading.sources.source import (
@@ -68,7 +68,8 @@ class PackedSource:
                     dtype=READ_DTYPE,
                     shape=(matrix.num_rows, matrix.num_columns),
                     num_bytes=packed_bytes(matrix, source.entries),
-                    packed=scheme_of(matrix, source.entries[matrix.scales].dtype),
+                    packed=scheme_of(matrix, source.entries),
+                    order=matrix.groups if is_ordered(matrix) else "",
                 )
             if entry.name in self.entries:
                 raise ModelFormatError(

@@ -34,6 +34,8 @@ class TensorEntry:
     """On disk."""
     packed: PackedScheme | None = None
     """The scheme in which `PackableSource.read_packed` reads its rows; None: `read_into` alone reads them."""
+    order: str = ""
+    """Name of the tensor with the group of each column, if the scheme has a plane for it."""
 
 
 class WeightSource(Protocol):
