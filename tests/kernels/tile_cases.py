@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 import torch
 
 from holdfast.kernels import native_library
-from holdfast.kernels.gemm.packed_block_linear import arrange_tiles
+from holdfast.kernels.load.place_planes import arrange_tiles
 from holdfast.kernels.native_library import FLAGS, SIGNATURES, SOURCES
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedPlane, PackedScheme
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES

@@ -7,11 +7,19 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, tile_scheme
 
-PACKED_KERNELS: Mapping[str, frozenset[str]] = {"cpu": frozenset(), "cuda": frozenset()}
+PACKED_KERNELS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset(scheme.family for scheme in TILE_SCHEMES.values()),
+    "cuda": frozenset(),
+}
 """Families of schemes with a kernel, by kind of device."""
-ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {}}
-"""Families that a load arranges for a device, and their names then."""
+
+
+def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
+    """Return the scheme in which a device holds so many rows of a part: tiles on a CPU, if they fill whole groups."""
+    tiles = tile_scheme(scheme) if device_kind == "cpu" and num_rows % TILE_ROWS == 0 else None
+    return scheme if tiles is None else tiles
 
 
 def has_kernel(scheme: PackedScheme, device_kind: str) -> bool:

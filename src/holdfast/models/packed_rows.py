@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.kernels.packed_kernels import has_kernel
+from holdfast.kernels.packed_kernels import arranged, has_kernel
 from holdfast.quant.packed_schemes import PackedRows, PackedScheme, join_rows, plain_scheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -30,29 +30,31 @@ def packed_form(
 
     `part_rows` are the share's rows of each part in one matrix.
     """
-    packed = [scheme for scheme in schemes if scheme is not None]
-    if not packed:
+    if not any(schemes):
         return None
-    reason = _expanded_because(kind, packed, recipe)
+    reason = _expanded_because(kind, recipe)
     if reason:
         return PackedForm((), reason)
     assert len(part_rows) == len(schemes), f"{part_rows} rows of {len(schemes)} parts"
     assert sum(part_rows) == shape[-2], f"{part_rows} rows of {shape}"
-    plain = plain_scheme(dtype)
-    return PackedForm(join_rows(zip(part_rows, (scheme or plain for scheme in schemes), strict=True)))
+    device, plain = recipe.packed.device_kind, plain_scheme(dtype)
+    held = [
+        plain if scheme is None else arranged(scheme, num_rows, device)
+        for scheme, num_rows in zip(schemes, part_rows, strict=True)
+    ]
+    without = next((scheme for scheme in held if scheme != plain and not has_kernel(scheme, device)), None)
+    if recipe.packed.keeps == "with_kernel" and without is not None:
+        return PackedForm((), f"no kernel on {device} takes {without.title} yet")
+    return PackedForm(join_rows(zip(part_rows, held, strict=True)))
 
 
-def _expanded_because(kind: str, packed: Sequence[PackedScheme], recipe: WeightRecipe) -> str:
+def _expanded_because(kind: str, recipe: WeightRecipe) -> str:
     if recipe.scheme is not None:
         return f"quantized again, to {recipe.scheme.name}"
     if recipe.packed.keeps == "none":
         return "packed_weights=expanded"
     if kind not in PACKED_KINDS:
         return f"a weight of the kind {kind} is multiplied in the type of activations"
-    device = recipe.packed.device_kind
-    without = next((scheme for scheme in packed if not has_kernel(scheme, device)), None)
-    if recipe.packed.keeps == "with_kernel" and without is not None:
-        return f"no kernel on {device} takes {without.title} yet"
     return ""
 
 
@@ -72,6 +74,8 @@ class PackedAccount(NamedTuple):
     """Why some are expanded, the most frequent reason first."""
     by_reference: tuple[str, ...]
     """Names of schemes that are kept and have no kernel on the device."""
+    takes_int8: bool = False
+    """True if some are held in tiles, whose products take 8-bit activations."""
 
     @property
     def summary(self) -> str:
@@ -92,4 +96,6 @@ def account_for(forms: Sequence[PackedForm], recipe: WeightRecipe) -> PackedAcco
     slow = (rows.scheme for form in forms for rows in form.rows if not has_kernel(rows.scheme, device))
     titles = tuple(dict.fromkeys(scheme.title for scheme in slow if scheme.family != "plain"))
     kept = sum(bool(form.rows) for form in forms)
-    return PackedAccount(kept, len(forms) - kept, tuple(reason for reason, _ in reasons.most_common()), titles)
+    takes_int8 = any(rows.scheme.row_group > 1 for form in forms for rows in form.rows)
+    most_common = tuple(reason for reason, _ in reasons.most_common())
+    return PackedAccount(kept, len(forms) - kept, most_common, titles, takes_int8)

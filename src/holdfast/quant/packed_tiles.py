@@ -49,6 +49,11 @@ def tile_scheme(scheme: PackedScheme) -> PackedScheme | None:
     return replace(scheme, family=scheme.family + SUFFIX, planes=(tiles,), row_group=TILE_ROWS)
 
 
+def stored_scheme(scheme: PackedScheme) -> PackedScheme:
+    """Return the scheme of the rows before they were arranged."""
+    return scheme if scheme.row_group == 1 else BLOCK_SCHEMES[scheme.title]
+
+
 TILE_SCHEMES: Mapping[str, PackedScheme] = {
     name: tiles for name, base in BLOCK_SCHEMES.items() if (tiles := tile_scheme(base)) is not None
 }

@@ -122,12 +122,17 @@ def find_scheme(value: object, name: str = "quantization") -> WeightScheme | Non
     return scheme
 
 
+PackedActivations = Literal["int8", "full"]
+"""Activations of a product with packed weights: 8-bit codes with a scale for every 32 columns, or as they are."""
+
+
 class PackedPolicy(NamedTuple):
     """Which weights that a checkpoint stores in blocks of few bits stay as they are stored."""
 
     keeps: Literal["none", "with_kernel", "all"] = "none"
     """None: every block is expanded; those that a kernel of the device multiplies; all, some through the reference."""
     device_kind: str = "cpu"
+    activations: PackedActivations = "full"
 
 
 EXPANDED = PackedPolicy()

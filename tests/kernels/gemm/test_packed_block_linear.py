@@ -5,17 +5,18 @@ import torch
 
 from holdfast.kernels.gemm import packed_block_linear as module
 from holdfast.kernels.gemm.packed_block_linear import (
-    PackedActivations,
-    arrange_tiles,
     packed_block_linear,
     packed_block_linear_reference,
     packed_block_rows,
     packed_block_rows_reference,
     quantize_parts,
 )
+from holdfast.kernels.load import place_planes
+from holdfast.kernels.load.place_planes import arrange_tiles
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme
 from holdfast.quant.packed_tiles import TILE_SCHEMES, TILE_TYPES, input_bytes
 from holdfast.quant.tile_values import arrange_reference, fill_tiles, planes_of_tiles
+from holdfast.quant.weight_schemes import PackedActivations
 from kernels.exactness import EPSILON, companies, island, num_threads, random, same_bits
 from kernels.tile_cases import compiled_with, random_planes, random_tiles, tiles_of, variants
 from red_zones import RedZones
@@ -239,7 +240,7 @@ def test_arranged_planes_come_back(title):
 
 def test_without_compiler_reference_runs(monkeypatch):
     monkeypatch.setattr(module, "native_for", lambda *tensors: None)
-    monkeypatch.setattr(module, "native_library", lambda: None)
+    monkeypatch.setattr(place_planes, "native_library", lambda: None)
     x, weight = random(3, 256), random_tiles("Q4_K", 32, 256)
     for activations in ("int8", "full"):
         expected = torch.empty(3, 32)

@@ -1,21 +1,18 @@
-"""Products with tiles of GGUF blocks on a CPU, with 8-bit or full activations; rows of an embedding; and the arrangement.
+"""Products with tiles of GGUF blocks on a CPU, with 8-bit or full activations; and rows of an embedding.
 
 T tokens, N rows of a weight, K columns, G groups of 16 rows
 """
 
-from collections.abc import Sequence
-from typing import Literal
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm.linear import plain_linear_reference
-from holdfast.kernels.native_library import native_for, native_library
+from holdfast.kernels.native_library import native_for
 from holdfast.quant.packed_schemes import PackedScheme
-from holdfast.quant.packed_tiles import PART_COLUMNS, TILE_ROWS, TILE_TYPES, input_bytes, tile_fields
-from holdfast.quant.tile_values import arrange_reference, fill_tiles
+from holdfast.quant.packed_tiles import PART_COLUMNS, TILE_ROWS, TILE_TYPES, input_bytes
+from holdfast.quant.tile_values import fill_tiles
+from holdfast.quant.weight_schemes import PackedActivations
 
-PackedActivations = Literal["int8", "full"]
 PIECE_ELEMENTS = 2**18
 """Elements of a weight that the reference dequantizes at a time."""
 MOST_CODE = 127.0
@@ -57,7 +54,7 @@ def packed_block_linear_reference(
         values = torch.empty(len(some) * TILE_ROWS, x_TK.shape[1])
         fill_tiles(scheme, some, values)
         rows = slice(start * TILE_ROWS, start * TILE_ROWS + len(values))
-        out_TN[:, rows] = plain_linear_reference(x_TK, values, None if bias_N is None else bias_N[rows])
+        out_TN[:, rows] = F.linear(x_TK, values, None if bias_N is None else bias_N[rows])
     return out_TN
 
 
@@ -115,23 +112,6 @@ def packed_block_rows(ids_T: Tensor, tiles_GX: Tensor, scheme: PackedScheme, out
         ids.data_ptr(), tiles_GX.data_ptr(), out_TK.data_ptr(), TILE_TYPES[scheme.title], len(ids), out_TK.shape[1]
     )
     return out_TK
-
-
-def arrange_tiles(scheme: PackedScheme, planes: Sequence[Tensor], tiles_GX: Tensor) -> Tensor:
-    """Like `arrange_reference`, in C if there is a compiler."""
-    library = native_library()
-    block_bytes = scheme.planes[0].elements
-    num_rows, num_blocks = TILE_ROWS * len(tiles_GX), tiles_GX.shape[1] // block_bytes
-    if library is None:
-        return arrange_reference(scheme, planes, tiles_GX)
-    assert tiles_GX.is_contiguous(), f"{tiles_GX.stride()=}"
-    for rows, field in zip(planes, tile_fields(scheme.title), strict=True):
-        assert rows.is_contiguous(), f"{scheme.title}: {rows.stride()=}"
-        assert rows.nbytes == num_rows * num_blocks * field.num_bytes, f"{rows.shape=} {tiles_GX.shape=} {field}"
-        unit = -field.unit_bytes if field.spreads_bits else field.unit_bytes
-        place = tiles_GX.data_ptr() + field.offset
-        library.holdfast_interleave(rows.data_ptr(), place, num_rows, num_blocks, field.num_bytes, unit, block_bytes)
-    return tiles_GX
 
 
 def _check(x_TK: Tensor, tiles_GX: Tensor, scheme: PackedScheme, bias_N: Tensor | None, out_TN: Tensor) -> None:

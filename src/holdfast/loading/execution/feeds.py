@@ -17,6 +17,7 @@ from holdfast.loading.execution.place import ChunkViews, chunk_views
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
 from holdfast.loading.planning.moves import Move
 from holdfast.loading.sources.source import PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
+from holdfast.quant.packed_tiles import stored_scheme
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
@@ -240,7 +241,7 @@ class _Reading:
                 reads.append(RowRead(move.tensor, start, end, out, columns))
                 continue
             assert isinstance(self._source, PackableSource), f"{move.tensor} cannot be read packed"
-            self._source.read_packed(move.tensor, move.packed, (start, end), out, columns)
+            self._source.read_packed(move.tensor, stored_scheme(move.packed), (start, end), out, columns)
         if self._together is not None:
             self._together.read_together(reads)
             return
