@@ -31,7 +31,6 @@ from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.protected_layers import by_key_bias, listed
 from holdfast.planning.terms import PROCESS_OWNER, TOKENIZER_OWNER
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
-from holdfast.quant.weight_schemes import PackedPolicy
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.key_scale import make_scales, scale_keys
 from holdfast.runner.pooled_rows import PooledRows
@@ -109,11 +108,7 @@ class Assembly:
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
             spec,
-            {
-                **in_room(self.weights, workspace.lanes.get(LANE), plan.resolved.recipe.packed),
-                **biases.qkv,
-                **self._folded_weights(),
-            },
+            {**in_room(self.weights, workspace, plan), **biases.qkv, **self._folded_weights()},
             backend,
             rope,
             workspace,
@@ -265,12 +260,11 @@ class Assembly:
         return biases
 
 
-def in_room(weights: Weights, room_X: torch.Tensor | None, policy: PackedPolicy) -> dict[str, AnyWeight]:
+def in_room(weights: Weights, workspace: Workspace, plan: RunnerPlan) -> dict[str, AnyWeight]:
     """Return the weights with the workspace lane of packed products, and the type of their activations."""
+    room_X, activations = workspace.lanes.get(LANE), plan.resolved.recipe.packed.activations
     return {
-        name: replace(weight, room=room_X, activations=policy.activations)
-        if isinstance(weight, PackedWeight)
-        else weight
+        name: replace(weight, room=room_X, activations=activations) if isinstance(weight, PackedWeight) else weight
         for name, weight in weights.items()
     }
 
