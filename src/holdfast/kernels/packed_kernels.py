@@ -3,37 +3,28 @@
 A kernel that lands adds its families here. A start without `packed_weights` keeps what has a kernel and expands the rest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.packed_schemes import PackedRows, PackedScheme
+from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, tile_scheme
 
-PACKED_KERNELS: Mapping[str, frozenset[str]] = {"cpu": frozenset({"int8"}), "cuda": frozenset({"int8", "mxfp4"})}
-"""Families of schemes, as arranged, with a kernel, by kind of device."""
-ArrangedScheme = Callable[[PackedScheme], "PackedScheme | None"]
-ARRANGED_SCHEMES: Mapping[str, ArrangedScheme] = {}
-"""By kind of device: a function from a scheme to its arrangement, or None. kernels/load/arrange_planes.py moves the bytes."""
-ARRANGED_KINDS = ("linear", "expert", "head")
-"""Kinds of weights that are arranged: those that are multiplied."""
+PACKED_KERNELS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"int8", *(scheme.family for scheme in TILE_SCHEMES.values())}),
+    "cuda": frozenset({"int8", "mxfp4"}),
+}
+"""Families of schemes with a kernel, by kind of device: int8 and mxfp4 have those of `quantization`."""
+
+
+def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
+    """Return the scheme in which a device holds so many rows of a part: tiles on a CPU, if they fill whole groups."""
+    tiles = tile_scheme(scheme) if device_kind == "cpu" and num_rows % TILE_ROWS == 0 else None
+    return scheme if tiles is None else tiles
 
 
 def has_kernel(scheme: PackedScheme, device_kind: str) -> bool:
     """Return True if a kernel of the device takes the planes; else the reference dequantizes pieces of rows."""
     return scheme.family in PACKED_KERNELS[device_kind]
-
-
-def arrange_rows(
-    rows: Sequence[PackedRows], kind: str, part_rows: Sequence[int], device_kind: str
-) -> tuple[PackedRows, ...]:
-    """Arrange packed parts for a device. Every checkpoint tensor must fill whole groups of rows."""
-    find = ARRANGED_SCHEMES.get(device_kind)
-    if find is None or kind not in ARRANGED_KINDS:
-        return tuple(rows)
-    arranged = [(one, find(one.scheme)) for one in rows]
-    return tuple(
-        one if scheme is None or any(count % scheme.row_group for count in part_rows) else one._replace(scheme=scheme)
-        for one, scheme in arranged
-    )
 
 
 PIECE_ELEMENTS: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**23}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.kernels.packed_kernels import arrange_rows, has_kernel
+from holdfast.kernels.packed_kernels import arranged, has_kernel
 from holdfast.quant.packed_schemes import PackedRows, PackedScheme, join_rows, plain_scheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -36,20 +36,23 @@ def packed_form(
         return PackedForm((), reason)
     assert len(part_rows) == len(schemes), f"{part_rows} rows of {len(schemes)} parts"
     assert sum(part_rows) == shape[-2], f"{part_rows} rows of {shape}"
-    plain, device = plain_scheme(dtype), recipe.packed.device_kind
-    rows = join_rows(zip(part_rows, (scheme or plain for scheme in schemes), strict=True))
-    rows = arrange_rows(rows, kind, part_rows, device)
-    without = next((one.scheme for one in rows if not is_fast(kind, one.scheme, device)), None)
+    device, plain = recipe.packed.device_kind, plain_scheme(dtype)
+    held = [
+        plain if scheme is None else arranged(scheme, num_rows, device)
+        for scheme, num_rows in zip(schemes, part_rows, strict=True)
+    ]
+    without = next((one for one in held if not is_fast(kind, one, device)), None)
     if recipe.packed.keeps == "with_kernel" and without is not None:
         return PackedForm((), f"no kernel on {device} takes {without.title} yet")
-    return PackedForm(rows)
+    return PackedForm(join_rows(zip(part_rows, held, strict=True)))
 
 
 def is_fast(kind: str, scheme: PackedScheme, device_kind: str) -> bool:
-    """Return True if a kernel takes such a weight, or none is needed: rows of an embedding are looked up."""
+    """Return True if a kernel takes such a part, or none is needed: for plain rows, and for rows that are looked up."""
     if kind in ("embedding", "head") and scheme.family == "mxfp4":
         return False  # a lookup needs scales by row
-    return (kind == "embedding" and device_kind == "cpu") or has_kernel(scheme, device_kind)
+    is_lookup = kind == "embedding" and device_kind == "cpu"
+    return is_lookup or scheme.family == "plain" or has_kernel(scheme, device_kind)
 
 
 def _expanded_because(kind: str, recipe: WeightRecipe) -> str:
@@ -78,6 +81,8 @@ class PackedAccount(NamedTuple):
     """Why some are expanded, the most frequent reason first."""
     by_reference: tuple[str, ...]
     """Names of schemes that are kept and have no kernel on the device."""
+    takes_int8: bool = False
+    """True if some are held in tiles, whose products take 8-bit activations."""
 
     @property
     def summary(self) -> str:
@@ -96,6 +101,8 @@ def account_for(held: Sequence[tuple[str, PackedForm]], recipe: WeightRecipe) ->
     forms, device = [form for _, form in held], recipe.packed.device_kind
     reasons = Counter(form.reason for form in forms if not form.rows)
     slow = (rows.scheme for kind, form in held for rows in form.rows if not is_fast(kind, rows.scheme, device))
-    titles = tuple(dict.fromkeys(scheme.title for scheme in slow if scheme.family != "plain"))
+    titles = tuple(dict.fromkeys(scheme.title for scheme in slow))
     kept = sum(bool(form.rows) for form in forms)
-    return PackedAccount(kept, len(forms) - kept, tuple(reason for reason, _ in reasons.most_common()), titles)
+    takes_int8 = any(rows.scheme.row_group > 1 for form in forms for rows in form.rows)
+    most_common = tuple(reason for reason, _ in reasons.most_common())
+    return PackedAccount(kept, len(forms) - kept, most_common, titles, takes_int8)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from holdfast.quant.packed_blocks import BLOCK_FILLS
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, GROUPS, PackedScheme
+from holdfast.quant.packed_tiles import TILE_SCHEMES
 from holdfast.quant.packed_weight import PackedPart
+from holdfast.quant.tile_values import fill_tiles
 from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values
 
 STEP_ELEMENTS = 2**18
@@ -25,7 +27,7 @@ def fill_rows(scheme: PackedScheme, planes: Sequence[Tensor], out_RK: Tensor) ->
     named = {plane.name: rows for plane, rows in zip(scheme.planes, planes, strict=True)}
     num_rows, num_columns = out_RK.shape
     group = scheme.row_group
-    step = max(1, STEP_ELEMENTS // num_columns // group) * group
+    step = max(1, STEP_ELEMENTS // (num_columns * group)) * group
     fill = FILLS[scheme.family]
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
@@ -40,9 +42,12 @@ def fill_rows(scheme: PackedScheme, planes: Sequence[Tensor], out_RK: Tensor) ->
 def dequantize_rows(part: PackedPart, matrix: int, rows: tuple[int, int], out_RK: Tensor) -> Tensor:
     """Fill `out_RK` with rows [start, end) of a part of one matrix; `matrix` counts stacked experts.
 
-    Rows are whole groups of those that lie interleaved.
+    Rows that lie interleaved come in whole groups.
     """
     start, end = (row // part.scheme.row_group for row in rows)
+    assert (start * part.scheme.row_group, end * part.scheme.row_group) == rows, (
+        f"{rows} cut {part.scheme.title}'s groups"
+    )
     planes = []
     for plane, tensor in zip(part.scheme.planes, part.planes, strict=True):
         rows_XE = tensor.view(-1, tensor.shape[-1])
@@ -59,6 +64,10 @@ def _fill_blocks(scheme: PackedScheme, planes: Mapping[str, Tensor], out_RK: Ten
     BLOCK_FILLS[scheme.title](blocks, out_RK.view(-1, size))
     if scheme.second == "values_times":
         out_RK.mul_(planes["second"])
+
+
+def _fill_tiles(scheme: PackedScheme, planes: Mapping[str, Tensor], out_RK: Tensor) -> None:
+    fill_tiles(scheme, planes["tiles"], out_RK)
 
 
 def _codes(scheme: PackedScheme, codes: Tensor, num_columns: int) -> Tensor:
@@ -133,6 +142,7 @@ def _fill_plain(scheme: PackedScheme, planes: Mapping[str, Tensor], out_RK: Tens
 
 FILLS: Mapping[str, Fill] = {
     **{scheme.family: _fill_blocks for scheme in BLOCK_SCHEMES.values()},
+    **{scheme.family: _fill_tiles for scheme in TILE_SCHEMES.values()},
     "int": _fill_integers,
     "int8": _fill_integers,
     "nvfp4": _fill_nvfp4,

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_schemes import INT8, MXFP4
+from holdfast.quant.weight_schemes import INT8, MXFP4, PackedActivations
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class PackedWeight:
     parts: tuple[PackedPart, ...]
     """In order of rows: one, or several if fused rows (q, k, v; gate, up) are stored in different schemes."""
     room: torch.Tensor | None = None
-    """Bytes of the workspace for dequantized pieces of rows; None until the workspace exists."""
-    activations: Literal["full", "int8"] = "full"
-    """Inputs of products: as they are, or 8-bit codes if the part's kernel takes them."""
+    """Bytes of the workspace for dequantized pieces of rows or quantized activations; None until the workspace exists."""
+    activations: PackedActivations = "full"
+    """Activations of products: as they are, or with 8 bits if the kernel takes that."""
 
     @property
     def titles(self) -> tuple[str, ...]:

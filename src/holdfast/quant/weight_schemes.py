@@ -122,14 +122,17 @@ def find_scheme(value: object, name: str = "quantization") -> WeightScheme | Non
     return scheme
 
 
+PackedActivations = Literal["int8", "full"]
+"""Activations of a product with packed weights: 8-bit codes with a scale for every 32 columns, or as they are."""
+
+
 class PackedPolicy(NamedTuple):
     """Which weights that a checkpoint stores in blocks of few bits stay as they are stored."""
 
     keeps: Literal["none", "with_kernel", "all"] = "none"
     """None: every block is expanded; those that a kernel of the device multiplies; all, some through the reference."""
     device_kind: str = "cpu"
-    activations: Literal["full", "int8"] = "full"
-    """Type of the inputs of products whose kernel takes 8-bit codes; all others take full ones."""
+    activations: PackedActivations = "full"
 
 
 EXPANDED = PackedPolicy()

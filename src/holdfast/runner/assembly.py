@@ -108,7 +108,7 @@ class Assembly:
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
             spec,
-            {**self._packed_in_room(workspace.lanes.get(LANE)), **biases.qkv, **self._folded_weights()},
+            {**in_room(self.weights, workspace, plan), **biases.qkv, **self._folded_weights()},
             backend,
             rope,
             workspace,
@@ -147,14 +147,6 @@ class Assembly:
         self._centre_keys(runner, biases, means)
         self._scale_keys(runner, by_head, tables.get("pair_scales", ()))
         return runner
-
-    def _packed_in_room(self, room_X: torch.Tensor | None) -> dict[str, AnyWeight]:
-        """Return the weights; packed ones with the workspace lane that pieces of rows are dequantized into."""
-        activations = self.plan.resolved.recipe.packed.activations
-        return {
-            name: replace(weight, room=room_X, activations=activations) if isinstance(weight, PackedWeight) else weight
-            for name, weight in self.weights.items()
-        }
 
     def _by_head(self) -> list[GroupedAttentionSpec]:
         return [own for own in self.plan.attention_specs if isinstance(own, GroupedAttentionSpec)]
@@ -266,6 +258,15 @@ class Assembly:
         if biases.qkv:
             self.ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
         return biases
+
+
+def in_room(weights: Weights, workspace: Workspace, plan: RunnerPlan) -> dict[str, AnyWeight]:
+    """Return the weights with the workspace lane of packed products, and the type of their activations."""
+    room_X, activations = workspace.lanes.get(LANE), plan.resolved.recipe.packed.activations
+    return {
+        name: replace(weight, room=room_X, activations=activations) if isinstance(weight, PackedWeight) else weight
+        for name, weight in weights.items()
+    }
 
 
 def copy_cache(

@@ -9,8 +9,10 @@ equals that of the expanded weight. Kernels take a part (q, k, v; gate, up) as a
 import torch
 from torch import Tensor
 
+from holdfast.kernels.gemm.packed_block_linear import packed_block_linear, packed_block_rows
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.packed_kernels import piece_rows
+from holdfast.quant.packed_tiles import TILE_SCHEMES
 from holdfast.quant.packed_values import dequantize_rows, fill_rows
 from holdfast.quant.packed_weight import PackedPart, PackedWeight
 
@@ -26,8 +28,23 @@ def packed_linear(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out
     for part in weight.parts:
         rows = slice(part.row_start, part.row_start + part.num_rows)
         bias = None if bias_N is None else bias_N[rows]
-        _multiply_part(x_TK, part, matrix, bias, out_TN[:, rows], weight.room)
+        if part.scheme.title in TILE_SCHEMES and part.scheme.row_group > 1:
+            _multiply_tiles(x_TK, part, matrix, bias, out_TN[:, rows], weight)
+        else:
+            _multiply_part(x_TK, part, matrix, bias, out_TN[:, rows], weight.room)
     return out_TN
+
+
+def _multiply_tiles(
+    x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, weight: PackedWeight
+) -> None:
+    tiles_GX = part.planes[0] if part.planes[0].dim() == 2 else part.planes[0][matrix]
+    is_float32 = out_TN.dtype == torch.float32
+    y_TN = out_TN if is_float32 else torch.empty(out_TN.shape, dtype=torch.float32)
+    bias = bias_N if bias_N is None or bias_N.dtype == torch.float32 else bias_N.float()
+    packed_block_linear(x_TK, tiles_GX, part.scheme, bias, y_TN, weight.activations, weight.room)
+    if not is_float32:
+        out_TN.copy_(y_TN)
 
 
 def _multiply_part(
@@ -82,18 +99,19 @@ def _multiply_piece(x_TK: Tensor, weight_RK: Tensor, bias_R: Tensor | None, out_
 def lookup_packed(ids_T: Tensor, table: PackedWeight, out_TK: Tensor) -> Tensor:
     """Dequantize rows of a packed table by index into `out_TK`, rounded once to its type."""
     (part,) = table.parts
-    group, num_columns = part.scheme.row_group, table.shape[-1]
-    step = max(1, LOOKED_UP_ELEMENTS // (num_columns * group))
+    num_columns = table.shape[-1]
+    if part.scheme.row_group > 1:
+        if out_TK.dtype == torch.float32:
+            return packed_block_rows(ids_T, part.planes[0], part.scheme, out_TK)
+        return out_TK.copy_(packed_block_rows(ids_T, part.planes[0], part.scheme, torch.empty(out_TK.shape)))
+    step = max(1, LOOKED_UP_ELEMENTS // num_columns)
     for start in range(0, len(ids_T), step):
         ids = ids_T[start : start + step]
-        rows = ids if group == 1 else ids // group
         planes = [
-            tensor if plane.is_shared else tensor.index_select(0, rows)
+            tensor if plane.is_shared else tensor.index_select(0, ids)
             for plane, tensor in zip(part.scheme.planes, part.planes, strict=True)
         ]
-        values = torch.empty(len(ids) * group, num_columns, device=out_TK.device)
+        values = torch.empty(len(ids), num_columns, device=out_TK.device)
         fill_rows(part.scheme, planes, values)
-        if group > 1:
-            values = values.view(len(ids), group, num_columns)[torch.arange(len(ids), device=ids.device), ids % group]
         out_TK[start : start + step].copy_(values)
     return out_TK

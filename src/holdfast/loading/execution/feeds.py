@@ -13,12 +13,11 @@ from typing import Protocol
 
 import torch
 
-from holdfast.kernels.load.arrange_planes import ARRANGE
 from holdfast.loading.execution.place import ChunkViews, chunk_views
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
 from holdfast.loading.planning.moves import Move
-from holdfast.loading.sources.source import Columns, PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
-from holdfast.quant.packed_weight import plane_bytes
+from holdfast.loading.sources.source import PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
+from holdfast.quant.packed_tiles import stored_scheme
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
@@ -224,21 +223,6 @@ class _Sample:
             self._is_set = False
 
 
-def read_planes(source: PackableSource, move: Move, rows: tuple[int, int], out: memoryview, columns: Columns) -> None:
-    """Read rows of a packed tensor as planes, arranged for the device if the move's scheme is."""
-    scheme, stored = move.packed, source.entries[move.tensor].packed
-    assert scheme is not None and stored is not None, f"{move.tensor} is not packed"  # noqa: PT018
-    if scheme.row_group == 1:
-        source.read_packed(move.tensor, scheme, rows, out, columns)
-        return
-    num_rows, num_columns = rows[1] - rows[0], move.part.num_columns
-    raw = bytearray(stored.row_bytes(num_columns) * num_rows)
-    source.read_packed(move.tensor, stored, rows, memoryview(raw), columns)
-    sizes = num_rows, num_columns
-    planes = plane_bytes(stored, *sizes, torch.frombuffer(raw, dtype=torch.uint8))
-    ARRANGE[scheme.family](stored, planes, plane_bytes(scheme, *sizes, torch.frombuffer(out, dtype=torch.uint8)))
-
-
 class _Reading:
     """Fills buffers in a reader thread. A method, not a closure: an error's traceback would keep the buffers of a closure."""
 
@@ -257,7 +241,7 @@ class _Reading:
                 reads.append(RowRead(move.tensor, start, end, out, columns))
                 continue
             assert isinstance(self._source, PackableSource), f"{move.tensor} cannot be read packed"
-            read_planes(self._source, move, (start, end), out, columns)
+            self._source.read_packed(move.tensor, stored_scheme(move.packed), (start, end), out, columns)
         if self._together is not None:
             self._together.read_together(reads)
             return

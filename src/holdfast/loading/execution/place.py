@@ -24,7 +24,7 @@ from holdfast.kernels.load.place_kernels import (
     codes_launch,
     plain_launch,
 )
-from holdfast.kernels.load.place_planes import place_plane
+from holdfast.kernels.load.place_planes import place_plane, place_tiles
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
@@ -38,6 +38,7 @@ from holdfast.kernels.triton_compat import can_run, is_interpreted
 from holdfast.loading.execution.ring import Piece
 from holdfast.loading.planning.moves import Move
 from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.packed_tiles import stored_scheme
 from holdfast.quant.packed_weight import plane_bytes
 from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
@@ -248,19 +249,23 @@ class Placer:
             _repeat(rows_RC, route, row)
 
     def _place_packed(self, piece: Piece, views: ChunkViews) -> None:
-        """Copy the piece's rows of every plane, or compare them."""
+        """Copy the piece's rows of every plane, or compare them. Rows for tiles are interleaved on the way."""
         move, index = self._jobs[piece.move], piece.move
         assert move.packed is not None, f"{move.target} is not packed"
+        stored, group = stored_scheme(move.packed), move.packed.row_group
         own = plane_bytes(
-            move.packed, piece.num_rows, move.part.num_columns, views.raw.narrow(0, piece.offset, piece.num_bytes)
+            stored, piece.num_rows, move.part.num_columns, views.raw.narrow(0, piece.offset, piece.num_bytes)
         )
-        row, group = piece.row - move.part.row_range[0], move.packed.row_group
-        planes = [plane for plane in move.packed.planes if not plane.is_shared]
-        first = (move.part.row_start + row) // group
-        for plane, bytes_RB, (name, width) in zip(planes, own, move.planes, strict=True):
-            target = self._tensors[name].view(-1, width).narrow(0, first, piece.num_rows // group)
-            findings = self._flat_findings.narrow(0, 2 * index, 2)
-            place_plane(bytes_RB, target, plane, row, findings, index >= self._num_moves)
+        row, is_verified = piece.row - move.part.row_range[0], index >= self._num_moves
+        findings = self._flat_findings.narrow(0, 2 * index, 2)
+        planes = [plane for plane in stored.planes if not plane.is_shared]
+        first, num_groups = (move.part.row_start + row) // group, piece.num_rows // group
+        targets = [self._tensors[name].view(-1, width).narrow(0, first, num_groups) for name, width in move.planes]
+        if group > 1:
+            place_tiles(own, targets[0], move.packed, row, findings, is_verified)
+            return
+        for plane, bytes_RB, target in zip(planes, own, targets, strict=True):
+            place_plane(bytes_RB, target, plane, row, findings, is_verified)
 
     def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
         """Return each wrong move, its first non-finite row and its first row that differs."""

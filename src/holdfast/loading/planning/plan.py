@@ -187,16 +187,8 @@ def plan_load(
         tied=_moves(choices.tied, schemes, entries, packed),
         recipe=recipe,
         writer_specs=writer_specs,
-        reader_bytes=source.scratch_bytes_per_reader + _arranging_bytes(moves),
+        reader_bytes=source.scratch_bytes_per_reader,
     )
-
-
-def _arranging_bytes(moves: Iterable[Move]) -> int:
-    """Return what a reader holds while it arranges planes for the device: a chunk of them as stored."""
-    arranged = [move for move in moves if move.packed is not None and move.packed.row_group > 1]
-    if not arranged:
-        return 0
-    return max(min(move.chunk_bytes, max(CPU_CHUNK_BYTES, move.least_bytes)) for move in arranged)
 
 
 def _choices(
