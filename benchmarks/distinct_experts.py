@@ -33,13 +33,12 @@ def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> dict[
 
 def unread_bytes(opened: "OpenEngine", num_distinct: float) -> int:
     """Return bytes of experts that a step skips if it uses this many of each layer."""
-    from holdfast.quant.quantized_weight import QuantizedWeight
+    from holdfast.quant.packed_weight import tensors_of
     from holdfast.runner.expert_counts import expert_layers
 
     layers = expert_layers(opened.runner)
     weights = [weight for layer in layers for weight in (layer.gate_up, layer.down)]
-    planes = [(each.codes, each.scales) if isinstance(each, QuantizedWeight) else (each,) for each in weights]
-    held = sum(tensor.nbytes for tensors in planes for tensor in tensors)
+    held = sum(tensor.nbytes for weight in weights for tensor in tensors_of(weight))
     return round(held * (1 - num_distinct / len(layers[0].router_EH)))
 
 

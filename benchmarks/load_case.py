@@ -21,7 +21,7 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.ledger import Ledger
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight, tensors_of
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 DTYPE = "bfloat16"
@@ -177,11 +177,11 @@ def compare_plans(ours: LoadPlan, real: LoadPlan, device: str) -> dict[str, bool
     }
 
 
-def fingerprint(weights: dict[str, torch.Tensor | QuantizedWeight]) -> str:
+def fingerprint(weights: dict[str, AnyWeight]) -> str:
     """Return a number that changes if any byte of a weight changes or moves."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
-        for tensor in (weight.codes, weight.scales) if isinstance(weight, QuantizedWeight) else (weight,):
+        for tensor in tensors_of(weight):
             for piece in tensor.reshape(-1).view(torch.uint8).split(FINGERPRINT_BYTES):
                 places = torch.arange(piece.numel(), device=piece.device) % FINGERPRINT_WEIGHTS + 1
                 digest.update(f"{name} {int((piece.to(torch.int64) * places).sum())}\n".encode())

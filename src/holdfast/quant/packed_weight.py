@@ -88,6 +88,13 @@ AnyWeight: TypeAlias = torch.Tensor | QuantizedWeight | PackedWeight
 """A weight as a product takes it: plain, quantized, or packed as its checkpoint stores it."""
 
 
+def tensors_of(weight: AnyWeight) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that hold a weight."""
+    if isinstance(weight, PackedWeight):
+        return tuple(weight.planes())
+    return (weight.codes, weight.scales) if isinstance(weight, QuantizedWeight) else (weight,)
+
+
 def plane_bytes(scheme: PackedScheme, num_rows: int, num_columns: int, bytes_X: torch.Tensor) -> list[torch.Tensor]:
     """View `num_rows` packed rows, plane after plane: [rows, bytes of a row] for each plane that rows do not share."""
     views, start = [], 0
