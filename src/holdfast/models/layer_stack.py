@@ -30,7 +30,7 @@ from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.weight_schemes import WeightRecipe
 
 log = get_logger(__name__)
@@ -56,7 +56,7 @@ class StepWorkspace:
         dtype: str,
         recipe: WeightRecipe,
         exchange: Exchange | None = None,
-        embed_VE: torch.Tensor | QuantizedWeight | None = None,
+        embed_VE: AnyWeight | None = None,
     ) -> None:
         self._spec = spec
         self._exchange = exchange

@@ -32,6 +32,7 @@ from holdfast.kernels.triton_compat import (
     shared_bytes,
     tl,
 )
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -49,7 +50,7 @@ def row_form(num_rows: int) -> int:
     return max(16, next_power_of_two(num_rows)) if num_rows <= ROW_SCALED_SPLIT_ROWS else 0
 
 
-def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
+def takes(weight: AnyWeight, num_rows: int, scratch: TileScratch | None) -> bool:
     """Return True if these kernels, not torch's scaled product, take this many rows (see kernels/geometry.py)."""
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
@@ -59,9 +60,7 @@ def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch 
     return num_rows <= (ROW_SCALED_SPLIT_ROWS if is_split else ROW_SCALED_ROWS)
 
 
-def takes_gate(
-    gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None
-) -> bool:
+def takes_gate(gate_up: AnyWeight, down: AnyWeight, num_rows: int, scratch: TileScratch | None) -> bool:
     """Return True if the gate is fused into the gate-and-up product, whose result is quantized for the down product."""
     both = (gate_up, down)
     return num_rows <= ROW_SCALED_ROWS and scratch is not None and all(takes(one, num_rows, None) for one in both)
