@@ -257,6 +257,15 @@ MODELLED = [
         block=128,
         page=PAGE,
         takes=ALL | {"splits", "padding"},
-    )
+    ),
+    Attention(
+        "lane in warpgroups, modelled",
+        partial(make_quantized, bits=(4, 4), large=True, function=by_lane(seed=0), head_dim=64),
+        64,
+        tolerance=3e-3,
+        block=128,
+        page=PAGE,
+        takes=ALL | {"padding", "uneven"},
+    ),
 ]
 GROUPED = (*TILED, *QUANTIZED, *LANE, *PLAIN, *MODELLED)

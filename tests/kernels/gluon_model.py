@@ -90,6 +90,10 @@ class Shared:
         assert 0 <= int(i) < self.shape[0], f"block {int(i)} of {self.shape[0]}"
         return Shared(self.flat[int(i) * size : (int(i) + 1) * size], self.shape[1:])
 
+    def slice(self, start: int, length: int, dim: int) -> "Rows":
+        assert plain(dim) == 0, "only rows are cut"
+        return Rows(self, plain(start), plain(length))
+
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
         assert dtype == self.dtype, "no change of type is modelled"
         return Shared(self.flat, shape)
@@ -109,6 +113,19 @@ class Shared:
         assert values.shape == (rows, columns), f"{values.shape} into {self.shape}"
         assert values.dtype == self.dtype, f"{values.dtype} into {self.dtype}"
         self.flat.view(columns // width, rows, width).copy_(values.view(rows, columns // width, width).transpose(0, 1))
+
+
+class Rows(NamedTuple):
+    """Some rows of a block."""
+
+    block: Shared
+    start: int
+    length: int
+
+    def store(self, values: torch.Tensor) -> None:
+        whole = self.block.load()
+        whole[self.start : self.start + self.length] = values
+        self.block.store(whole)
 
 
 class Barrier:
@@ -368,6 +385,8 @@ def language(program: Program) -> SimpleNamespace:
         sum=lambda values, axis: values.sum(axis),
         fma=lambda a, b, c: a * b + c,
         expand_dims=lambda values, axis: values.unsqueeze(axis),
+        split=lambda values: (values[..., 0], values[..., 1]),
+        join=lambda first, second: torch.stack((first, second), -1),
         convert_layout=lambda values, layout: values,
         load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
         store=lambda pointer, values, mask=True: pointer.store(values, mask),

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from holdfast.attention.lane_scheduler import LaneScheduler
-from holdfast.kernels.attention import lane_rows, lane_warpgroups
+from holdfast.kernels.attention import lane_rows, lane_warpgroups, prefill_warpgroups, warpgroup_tiles
 from holdfast.kernels.attention.lane_rows import Lane, LaneSource
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_attention_reference
@@ -15,6 +17,7 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.kernels.geometry import LaneGeometry
 from kernels.exactness import random
+from kernels.gluon_model import modelled
 from kernels.quantized_kv_cases import QuantizedStep
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid
 from scratch_memory import Memory
@@ -50,10 +53,11 @@ def by_lane(
     heads: int | None = None,
     more_rows: int = 0,
     fill: Callable[..., None] = lane_rows.fill_lane,
+    seed: int | None = None,
 ) -> Attend:
     """Attention over a lane of NaN that just holds `heads` heads of the step, and some rows more.
 
-    On a CPU the reference attends.
+    On a CPU the reference attends, or with a seed the model of the kernel.
     """
 
     def attend(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
@@ -68,7 +72,8 @@ def by_lane(
         k_LD = memory.take("k", num_rows, planes.head_dim, dtype=torch.float16)
         v_LD = memory.take("v", num_rows, planes.head_dim, dtype=torch.float16)
         lane = Lane(k_LD, v_LD, LaneGeometry(1, num_rows // 64, planes.num_kv_heads))
-        attend_rows = lane_warpgroups.attend_lane if device.type == "cuda" else lane_warpgroups.attend_lane_reference
+        attend_rows = lane_warpgroups.attend_lane_reference if device.type == "cpu" else lane_warpgroups.attend_lane
+        attend_rows = attend_rows if seed is None else partial(attend_in_model, seed)
         for first in range(0, planes.num_kv_heads, num_heads):
             count = min(num_heads, planes.num_kv_heads - first)
             fill(call, source, lane, part, first, count)
@@ -79,15 +84,21 @@ def by_lane(
     return attend
 
 
+def attend_in_model(seed: int, *arguments: Any) -> None:
+    """`attend_lane` in the model of its kernel."""
+    with modelled(lane_warpgroups, prefill_warpgroups, warpgroup_tiles, seed=seed):
+        lane_warpgroups.attend_lane(*arguments)
+
+
 def with_near(
     step: QuantizedStep, first: int, device: torch.device, tile_rows: int = 32
 ) -> tuple[NearPages, Tiles, Tiles]:
     """Near pages, tiles over codes alone, and tiles that read near tokens where they lie."""
     near, tiles = near_pages(step, 64, first, device), near_tiles(step, 64, first, tile_rows)
     whole = Tiles(rows=tiles.rows)
-    for table_row, row, count, position, _, _, partial, splits in tiles.large:
+    for table_row, row, count, position, *_ in tiles.large:
         low = 0 if step.window is None else max(0, position - step.window + 1) // 64 * 64
-        whole.large.append((table_row, row, count, position, low, position + count, partial, splits))
+        whole.large.append((table_row, row, count, position, low, position + count, -1, 1))
     return near, tiles, whole
 
 

@@ -1,16 +1,20 @@
-"""Large tiles that read the lane on a Hopper GPU: options, odd lengths and contexts amid poison; lanes and cuts, to the bit."""
+"""Large tiles that read the lane: options, odd lengths and contexts amid poison; lanes and cuts, to the bit.
+
+On a Hopper GPU the kernels run, elsewhere the model of the attending one (kernels/gluon_model.py).
+"""
 
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from for_each import for_each
 from kernels.exactness import same_bits
 from kernels.lane_cases import by_lane, near_reference, with_near
 from kernels.paged_cases import odd_sinks
 from kernels.quantized_kv_cases import QUIET, Cut, QuantizedStep, assert_near, cut_tiles, quantized_step, run_tiles
 
-pytestmark = [QUIET, pytest.mark.gpu]
+pytestmark = QUIET
 LARGE = Cut(large=True)
 CPU = torch.device("cpu")
 
@@ -39,10 +43,13 @@ class LaneCase:
         return step
 
     def run(self, step: QuantizedStep, device: torch.device, heads: int | None = None, num_sms: int = 132):
+        seed = 5 if device.type == "cpu" else None
         if self.near is None:
-            return run_tiles(step, cut_tiles(step, len(step.rows) * [LARGE]), device, by_lane(None, heads), num_sms)
+            return run_tiles(
+                step, cut_tiles(step, len(step.rows) * [LARGE]), device, by_lane(None, heads, seed=seed), num_sms
+            )
         near, _, tiles = with_near(step, self.near, device, max(1, 128 // self.group))
-        return run_tiles(step, tiles, device, by_lane(near, heads), num_sms)
+        return run_tiles(step, tiles, device, by_lane(near, heads, seed=seed), num_sms)
 
     def expected(self, step: QuantizedStep) -> torch.Tensor:
         if self.near is None:
@@ -60,6 +67,17 @@ CASES = {
 }
 
 
+@for_each("name", CASES)
+def test_lane_step_in_the_model_is_exact(name):
+    """A schedule of warps at random; another lane gives equal bits."""
+    case = replace(CASES[name], dtype=torch.float16)
+    step = case.step([(0, 70), (0, 1), (130, 20)])
+    out = case.run(step, CPU, num_sms=3)
+    assert_near(out, case.expected(step), step)
+    assert same_bits(case.run(step, CPU, heads=1, num_sms=2), out)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_lane_step_is_exact_in_any_lane_and_any_cut(device, case):
     """Odd lengths and contexts; one head a round; a machine of three multiprocessors; a prompt in three steps."""

@@ -429,9 +429,9 @@ def _attend_kernel(
 ):  # fmt: skip
     SIDE: constexpr = BLOCK_D if BLOCK_D <= 128 else 128
     shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    s_q = gl.allocate_shared_memory(k_rows.dtype, [2, HEIGHT, BLOCK_D], shared)
-    s_k = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TOKENS, BLOCK_D], shared)
-    s_v = gl.allocate_shared_memory(v_rows.dtype, [STAGES, TOKENS, BLOCK_D], shared)
+    s_q = gl.allocate_shared_memory(gl.float16, [2, HEIGHT, BLOCK_D], shared)
+    s_k = gl.allocate_shared_memory(gl.float16, [STAGES, TOKENS, BLOCK_D], shared)
+    s_v = gl.allocate_shared_memory(gl.float16, [STAGES, TOKENS, BLOCK_D], shared)
     s_rotation = s_q
     if ROTATED:
         s_rotation = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], shared)
