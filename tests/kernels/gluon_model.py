@@ -2,8 +2,8 @@
 
 Gluon has no interpreter. Here its functions act on CPU tensors: registers are tensors, layouts are names, and shared memory
 is in the order of its panels of 64 columns, without the swizzle. A random schedule decides who runs next. It switches where
-partitions meet: at barriers. Copies by TMA arrive at any time after their start, and a product is computed as late as its
-wait allows. So a buffer that is given back too early is overwritten in some schedules. A deadlock is an error.
+partitions meet: at barriers. Copies by TMA arrive at any time after their start. A product is computed at once, or as late as
+its wait allows. So a buffer that is read or given back too early shows in some schedules. A deadlock is an error.
 
 Not modelled: warps of a partition, fences, and what the compiler does.
 """
@@ -211,7 +211,7 @@ class Program:
 
     def __init__(self, place: int, num_programs: int, seed: int) -> None:
         self.place, self.num_programs = place, num_programs
-        self._chance = random.Random(seed)
+        self.chance = random.Random(seed)
         self._back = threading.Semaphore(0)
         self._copies: list[Callable[[], None]] = []
         self._partitions: list[Partition] = []
@@ -293,9 +293,9 @@ class Program:
             ]
             ready += ["copy"] * min(2, len(self._copies))
             assert ready, "deadlock: every partition waits"
-            chosen = self._chance.choice(ready)
+            chosen = self.chance.choice(ready)
             if chosen == "copy":
-                self._copies.pop(self._chance.randrange(len(self._copies)))()
+                self._copies.pop(self.chance.randrange(len(self._copies)))()
                 continue
             self._current, chosen.until = chosen, None
             chosen.turn.release()
@@ -427,7 +427,11 @@ def hopper_of(program: Program) -> SimpleNamespace:
     def multiply(a: Any, b: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
         product = Product(a, b, acc, use_acc)
         assert is_async, "products that are waited for at once are not modelled"
-        program.running.products.append(product)
+        products = program.running.products
+        products.append(product)
+        if program.chance.random() < 0.5:
+            while products:
+                products.pop(0).compute()
         return product
 
     def wait_for_products(count: int, deps: list[Any]) -> Any:

@@ -49,10 +49,10 @@ CASES = {
     "D128": Case(),
     "D128, all options": Case(group=5, page_tokens=48, dtype=FP16, window=300, has_sinks=True, softcap=20.0),
     "D64, window and sinks": Case(64, window=128, has_sinks=True),
-    "D80, sinks": Case(80, 1, 32, has_sinks=True),
+    "D80, sinks": Case(80, 3, 32, has_sinks=True),
     "D96, window": Case(96, 3, 64, FP16, window=100),
     "D256, pages of 256": Case(256, 4, 256),
-    "D256, all options": Case(256, 2, window=70, has_sinks=True, softcap=50.0),
+    "D256, all options": Case(256, 4, window=70, has_sinks=True, softcap=50.0),
 }
 """Specializations that a GPU runs: each compiles for seconds there."""
 OTHER_CASES = {

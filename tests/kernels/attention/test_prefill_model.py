@@ -34,6 +34,8 @@ TINY = SMALL._replace(dtype=torch.float32)
 ALL_CASES = CASES | OTHER_CASES
 QUICK = ("D80, sinks", "D256, all options")
 """Cases of a quick run; the others take seconds each."""
+FEWER_MERGED = STEPS | {"splits": ([(300, 5), (130, 20), (64, 4)], STEPS["splits"][1])}
+"""The interpreter merges splits row by row."""
 
 
 def run(case: PagedCase, tiles: Tiles, num_sms: int = 2, seed: int = 0) -> torch.Tensor:
@@ -53,9 +55,9 @@ def judge(case: PagedCase, cuts: list[Cut], num_padding: int = 0, num_sms: int =
 )
 def test_prefill_source_is_exact_and_ignores_cuts(name):
     case = ALL_CASES[name]._replace(dtype=torch.float32)
-    for step, (rows, cuts) in STEPS.items():
+    for step, (rows, cuts) in FEWER_MERGED.items():
         try:
-            judge(case.make(rows, num_kv_heads=1), cuts, num_padding=1)
+            judge(case.make(rows, num_kv_heads=1), cuts, num_padding=int(step == "odd lengths"))
         except BaseException as error:
             error.add_note(f"in the step {step}")
             raise
@@ -66,7 +68,7 @@ def test_prefill_source_is_exact_and_ignores_cuts(name):
         assert same_bits(run(cut, cut_tiles(cut, len(counts) * [ALIGNED])), expected), f"{counts=}"
 
 
-@for_each("seed", range(12))
+@for_each("seed", range(8))
 def test_prefill_source_gives_equal_bits_in_any_schedule(seed):
     """Copies arrive late or early, and partitions run in any order. One program has several tiles."""
     made = TINY.make([(0, 20), (290, 9), (130, 40)], num_kv_heads=1)

@@ -15,6 +15,8 @@ Slots beyond a sequence may hold NaN. A mask replaces their scores. Their values
 they write the same, so neither waits for the other.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -120,10 +122,14 @@ def _block_d(head_dim: int) -> int:
 def _describe(plane_SKD: Tensor, box_tokens: int) -> object:
     """Describe boxes of tokens x 64 columns of one head. Columns beyond the head dim are copied as zeros."""
     if plane_SKD.shape[2] == _block_d(plane_SKD.shape[2]):
-        layout = gl.NVMMASharedLayout(128, 16, rank=2)
-        return TensorDescriptor.from_tensor(plane_SKD.view(len(plane_SKD), -1), [box_tokens, 64], layout)
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    return TensorDescriptor.from_tensor(plane_SKD, [box_tokens, 1, 64], layout)
+        return TensorDescriptor.from_tensor(plane_SKD.view(len(plane_SKD), -1), [box_tokens, 64], _box_layout(2))
+    return TensorDescriptor.from_tensor(plane_SKD, [box_tokens, 1, 64], _box_layout(3))
+
+
+@cache
+def _box_layout(rank: int) -> object:
+    """Return the layout of a box in shared memory. Making one costs as much as the rest of a descriptor."""
+    return gl.NVMMASharedLayout(128, 16, rank=rank)
 
 
 @gluon_jit
