@@ -35,7 +35,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
@@ -95,8 +95,12 @@ def make_rig(
     device: torch.device,
     num_padding: int = 0,
     near_tokens: int = 0,
+    has_lane: bool = False,
 ) -> Rig:
-    """Build a rig. `rows` are start and number of rows of each sequence; `near_tokens`: those of a near block, if any."""
+    """Build a rig. `rows` are start and number of rows of each sequence; `near_tokens`: those of a near block, if any.
+
+    With `has_lane` all rows are of prompts, which may read the lane.
+    """
     page_tokens, kv_format = shape.bounds.page_tokens, KV_FORMATS[format_name]
     num_pages = [-(-(start + count) // page_tokens) for start, count in rows]
     cache = uniform_cache(num_layers, kv_format, shape.num_kv_heads, shape.head_dim, page_tokens)
@@ -108,7 +112,9 @@ def make_rig(
         near = NearSpec(near_tokens, 1, near_chunk.page_tokens, FIRST_TOKENS)
     scale, dtype = shape.head_dim**-0.5, getattr(torch, shape.dtype)
     specs = tuple(
-        GroupedAttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda", near=near)
+        GroupedAttentionSpec(
+            layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda", near=near, has_lane=has_lane
+        )
         for layer in cache.layers
     )
     near_places = [near_chunk_places(cache, start, count) for start, count in rows] if near_tokens else []
@@ -140,8 +146,11 @@ def make_rig(
             by_group.append(tables[1][index].tolist())
             slots = (chunks[:, None] * near.page_tokens + np.arange(near.page_tokens)).reshape(-1)
             for layer, name in product(range(num_layers), NEAR_PLANES):
-                storage.plane(layer, name)[torch.from_numpy(slots).to(device)] = 1.0
-        sequences.append(SequenceRows(row, count, start, tuple(by_group), index))
+                plane = storage.plane(layer, name)
+                plane[torch.from_numpy(slots).to(device)] = torch.randn(len(slots), *plane.shape[1:], device=device).to(
+                    plane.dtype
+                )
+        sequences.append(SequenceRows(row, count, start, tuple(by_group), index, has_lane))
         row += count
     rows_T = torch.zeros(row + num_padding, dtype=torch.int64, device=device)
     slots_GT = rows_T.expand(len(tables), -1).contiguous()

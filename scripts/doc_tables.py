@@ -421,6 +421,16 @@ SECTIONS: Mapping[str, Columns] = {
         "torch SDPA, ms": _value("milliseconds", "torch SDPA"),
         "speed against it": _value("speed_against_sdpa"),
     },
+    "gpu-prefill-attention": {
+        "": _value("measure"),
+        "ms": _value("milliseconds", "holdfast"),
+        "TFLOPS": _value("values", "holdfast"),
+        "in Triton": _value("values", "holdfast, triton"),
+        "cuDNN": _value("values", "cuDNN"),
+        "torch flash": _value("values", "torch flash"),
+        "FlashAttention-3": _value("values", "FA3"),
+        "FlashAttention-3, pages": _value("values", "FA3, pages"),
+    },
     "gpu-quantized-attention": {
         "": _value("measure"),
         "ours": _value("values", "holdfast"),

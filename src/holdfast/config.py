@@ -39,6 +39,8 @@ KV_QUALITIES = ("high", "balanced")
 """Accepted values of `kv_quality`."""
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
+PACKED_WEIGHTS = ("as_stored", "expanded")
+PACKED_ACTIVATIONS = ("auto", "int8", "full")
 NO_TOKENIZER = "none"
 AUTO_EMBEDDINGS = "auto"
 """The model's file decides how much of the vocabulary is quantized."""
@@ -243,6 +245,12 @@ class EngineConfig:
     auto: head, and all for a GGUF file whose embedding is already quantized."""
     quantization_ignore: Annotated[tuple[str, ...] | str, parse_patterns] = ()
     """Weights that stay as they are: globs over their names, or regular expressions after "re:", separated by commas."""
+    packed_weights: Annotated[str | None, OneOf(PACKED_WEIGHTS)] = None
+    """Weights that the checkpoint packs (GGUF blocks, AWQ, GPTQ, compressed-tensors, NVFP4): as_stored keeps them so in memory,
+    expanded holds them in dtype. None: as_stored if the device has a kernel for them."""
+    packed_activations: Annotated[str, OneOf(PACKED_ACTIVATIONS)] = "auto"
+    """Inputs of products with packed weights: full (dtype), or int8 (8-bit codes, if a kernel takes them); auto: int8 for GGUF on a
+    CPU unless dtype is given, else full."""
     allow_nonfinite: bool = False
     """Warn instead of failing if weights hold a NaN or an infinity."""
     save_quantized: Annotated[str | None, _check_folder] = None
@@ -311,6 +319,8 @@ class EngineConfig:
             values = {"value": self.kv_quality, "kv_cache_dtype": self.kv_cache_dtype}
             raise ConfigError("config.quality_and_format", name="kv_quality", **values)
         if self.is_quantized:
+            if self.packed_weights == "as_stored":
+                raise ConfigError("config.packed_and_quantized", name="packed_weights", quantization=self.quantization)
             return
         needing = ("quantization_ignore", "save_quantized") + (("weight_cache",) if self.weight_cache == "on" else ())
         for name in needing:

@@ -13,7 +13,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv_reference
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat
@@ -47,6 +47,8 @@ class Geometry:
     device: torch.device = CPU
     softcap: float | None = None
     has_sinks: bool = False
+    has_lane: bool = False
+    """All rows are of prompts, which may read quantized pages through the lane."""
 
     @property
     def formats(self) -> list[KVFormat]:
@@ -76,6 +78,7 @@ class Geometry:
                 self.device.type,
                 softcap=self.softcap,
                 has_sinks=self.has_sinks,
+                has_lane=self.has_lane and layer.format.is_quantized,
             )
             for layer, window in zip(self.cache.layers, self.windows, strict=True)
         )
@@ -215,7 +218,9 @@ def make_batch(
         page_table[table_row, : len(text.pages)] = torch.tensor(text.pages)
         if num_prompt and geometry.windows[0] is not None:
             page_table[table_row, : max(0, start - geometry.windows[0] + 1) // tokens] = BEYOND
-        sequences.append(SequenceRows(row, end - start, start, (text.pages,), table_row, start < num_prompt))
+        sequences.append(
+            SequenceRows(row, end - start, start, (text.pages,), table_row, start < num_prompt or geometry.has_lane)
+        )
         row += end - start
     num_padding = 0 if num_rows is None else num_rows - row
     qkv = torch.cat([text.qkv[start:end] for text, start, end in parts])

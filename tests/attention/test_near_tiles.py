@@ -16,7 +16,7 @@ from holdfast.attention.declarations import StepBounds, max_partials
 from holdfast.attention.tile_scheduler import ListRoom, Machine, NearTokens, StepRows, TileScheduler
 from holdfast.families.grouped.declarations import TileKind, max_tiles
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
 
 CASE = ListCase(quantized=True)

@@ -233,6 +233,31 @@ def test_splits_of_a_prompt_have_512_tokens_and_more(case, num_tokens, splits):
     assert case.splits([(num_tokens - num_rows, num_rows)]) == [splits]
 
 
+IN_WARPGROUPS = replace(PLAIN, given=PLAIN.geometry._replace(large_programs_per_sm=1, large_block_tokens=128))
+
+
+@pytest.mark.parametrize("case", [PLAIN, QUANTIZED, IN_WARPGROUPS], ids=["plain", "quantized", "warpgroups"])
+@for_each("num_sms", [1, 132])
+@for_each("num_rows", [16, 100, 256, 257, 300, 528, 529, 600, 2048])
+def test_splits_of_a_prompt_take_no_second_wave(case, num_sms, num_rows):
+    """More items than programs would: so unsplit tiles stay whole, and splits leave no program more than one."""
+    case = replace(case, num_sms=num_sms)
+    (splits,) = case.splits([(40000, num_rows)])
+    num_items = case.num_kv_heads * -(-num_rows // case.geometry.large_rows)
+    programs = num_sms * case.geometry.large_programs_per_sm
+    assert splits == 1 or splits * num_items <= programs
+    assert (splits + 1) * num_items > programs
+
+
+@hypothesis_settings(max_examples=30)
+@given(start=st.integers(0, 100_000), count=st.integers(20, 300), window=st.sampled_from([None, 3000]))
+def test_splits_of_large_tiles_are_whole_blocks_of_their_kernel(start, count, window):
+    case = replace(IN_WARPGROUPS, window=window)
+    batch = dummy_batch([(start, count)])
+    for row in check_work(case, batch, case.work(batch)).values():
+        assert not [(low, high) for low, high in row[:-1] if (high - low) % 128]
+
+
 @BOTH
 def test_splits_of_prompts_share_what_room_is_left(case):
     """All tiles get the same, instead of the first ones all of it."""

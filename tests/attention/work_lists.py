@@ -13,7 +13,7 @@ from holdfast.attention.declarations import StepBounds, max_partials
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.families.grouped.declarations import TileKind, max_tiles
 from holdfast.families.grouped.pages import PlainPages
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 
 Ranges = dict[int, list[tuple[int, int]]]

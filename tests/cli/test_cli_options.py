@@ -86,6 +86,7 @@ def test_engine_option_reaches_its_field(setting) -> None:
         "SECONDS": "1.5",
         "WAY": "exact",
         "POLICY": "fcfs",
+        "FORM": "as_stored",
     }
     flag = f"--{setting.name.replace('_', '-')}"
     arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]

@@ -18,7 +18,9 @@ from kernels import quantized_kv_cases as quantized
 from kernels import tiled_cases as tiled
 from kernels.every_attention import PEAK_NATS, Attention, Memory, Poison, Step, World
 from kernels.exactness import island, random, require_native
+from kernels.lane_cases import by_lane
 from kernels.paged_cases import PagedCase, scattered_case
+from kernels.prefill_cases import in_model
 from kernels.quantized_kv_cases import BITS, QuantizedStep
 
 HEAD_DIM, GROUP, NUM_KV_HEADS, PAGE = 16, 2, 2, 16
@@ -26,16 +28,18 @@ FREE = {Poison.NAN: float("nan"), Poison.ZEROS: 0.0, Poison.LEFTOVERS: 1.5}
 ALL = frozenset({"window", "sinks", "softcap", "prefill", "peak"})
 
 
-def queries(step: Step) -> torch.Tensor:
+def queries(step: Step, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """[T, H, D]: all have a common part, which a peak's key meets."""
-    return 0.5 + 0.5 * random(step.num_rows, GROUP * NUM_KV_HEADS, HEAD_DIM, seed=step.seed + 1)
+    return 0.5 + 0.5 * random(step.num_rows, GROUP * NUM_KV_HEADS, head_dim, seed=step.seed + 1)
 
 
-def tokens(step: Step, rotates: tuple[bool, bool] = (False, False)) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def tokens(
+    step: Step, rotates: tuple[bool, bool] = (False, False), head_dim: int = HEAD_DIM
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each sequence, [L, K, D]. `rotates`: pages hold keys, and values, in rotated space."""
     made = []
     for index, (start, count) in enumerate(step.rows):
-        shape = (start + count, NUM_KV_HEADS, HEAD_DIM)
+        shape = (start + count, NUM_KV_HEADS, head_dim)
         k, v = (random(*shape, seed=100 * step.seed + 10 * index + which) for which in (3, 4))
         k *= 0.7
         if step.uneven:
@@ -43,7 +47,7 @@ def tokens(step: Step, rotates: tuple[bool, bool] = (False, False)) -> list[tupl
             k *= torch.where(is_odd, 1e-2, 1.0).unsqueeze(-1) * 2
             v *= torch.where(is_odd, 1e2, 1e-2).unsqueeze(-1)
         if step.peak is not None:
-            direction = torch.full((HEAD_DIM,), PEAK_NATS / (0.5 * HEAD_DIM**0.5))
+            direction = torch.full((head_dim,), PEAK_NATS / (0.5 * head_dim**0.5))
             k[min(step.peak, shape[0] - 1)] = rotate_heads(direction) if rotates[0] else direction
         made.append((k, v))
     return made
@@ -54,9 +58,10 @@ def sinks(step: Step) -> torch.Tensor | None:
     return torch.tensor([-4.0, 1.0, 2.5, 4.0]) if step.sinks else None
 
 
-def paged(step: Step) -> PagedCase:
+def paged(step: Step, head_dim: int = HEAD_DIM) -> PagedCase:
     """Plain float32 pages; nothing is left of what lies before a window, neither tokens nor pages."""
-    case = scattered_case(list(step.rows), queries(step), tokens(step), PAGE, step.window, step.seed, FREE[step.poison])
+    q, stored = queries(step, head_dim), tokens(step, head_dim=head_dim)
+    case = scattered_case(list(step.rows), q, stored, PAGE, step.window, step.seed, FREE[step.poison])
     if step.window is not None:
         case.poison_behind_the_window(FREE[step.poison])
         case.forget_pages_behind_the_window(tiled.BEYOND)
@@ -75,7 +80,7 @@ class TiledWorld:
 
     def run(self, memory: Memory) -> torch.Tensor:
         # The reference follows every entry of the block table that a tile names.
-        is_aligned = self.step.seed % 2 == 0 and self.function is tiled_attention
+        is_aligned = self.step.seed % 2 == 0 and self.function is not tiled_attention_reference
         cuts = len(self.case.rows) * [tiled.Cut(self.large, self.step.splits, is_aligned=is_aligned)]
         tiles = tiled.cut_tiles(self.case, cuts, self.step.num_padding)
         return tiled.run_tiles(self.case, tiles, self.device, self.function, memory=memory)
@@ -128,13 +133,17 @@ def require_host(device: torch.device) -> None:
 
 
 def make_tiled(
-    step: Step, device: torch.device, large: bool, function: Callable[..., torch.Tensor] = tiled_attention
+    step: Step,
+    device: torch.device,
+    large: bool,
+    function: Callable[..., torch.Tensor] = tiled_attention,
+    head_dim: int = HEAD_DIM,
 ) -> World:
-    if function is tiled_attention_reference:
+    if function in (tiled_attention_reference, in_model):
         require_host(device)
     # A GPU would multiply float32 as tf32.
     dtype = torch.float32 if device.type == "cpu" else torch.float16
-    return TiledWorld(tiled.rounded(paged(step), dtype), step, large, device, function)
+    return TiledWorld(tiled.rounded(paged(step, head_dim), dtype), step, large, device, function)
 
 
 def make_quantized(
@@ -143,17 +152,18 @@ def make_quantized(
     bits: tuple[int, int],
     large: bool,
     function: Callable[..., torch.Tensor] = quantized_attention,
+    head_dim: int = HEAD_DIM,
 ) -> World:
     rotates = bits[0] < 8, bits[1] < 8
     leaves = step.poison is not Poison.LEFTOVERS
     case = QuantizedStep(
         bits,
         list(step.rows),
-        queries(step).half(),
-        tokens(step, rotates),
+        queries(step, head_dim).half(),
+        tokens(step, rotates, head_dim),
         PAGE,
         step.window,
-        HEAD_DIM**-0.5,
+        head_dim**-0.5,
         step.seed,
         sinks=sinks(step),
         softcap=step.softcap,
@@ -200,6 +210,18 @@ QUANTIZED = [
     for bits in BITS
     for name, large in SIZES
 ]
+LANE = [
+    Attention(
+        f"lane k{bits[0]}v{bits[1]}",
+        partial(make_quantized, bits=bits, large=True, function=by_lane()),
+        HEAD_DIM,
+        tolerance=3e-3,
+        family="lane",
+        page=PAGE,
+        takes=ALL | {"padding", "uneven"},
+    )
+    for bits in ((8, 4), (3, 3))
+]
 PLAIN = [
     Attention("native", partial(make_paged, function=paged_attention), HEAD_DIM, 2e-5, page=PAGE, takes=ALL),
     Attention(
@@ -226,4 +248,15 @@ PLAIN = [
         for bits in BITS
     ),
 ]
-GROUPED = (*TILED, *QUANTIZED, *PLAIN)
+MODELLED = [
+    Attention(
+        "prefill in warpgroups, modelled",
+        partial(make_tiled, large=True, function=in_model, head_dim=64),
+        64,
+        tolerance=2e-5,
+        block=128,
+        page=PAGE,
+        takes=ALL | {"splits", "padding"},
+    )
+]
+GROUPED = (*TILED, *QUANTIZED, *LANE, *PLAIN, *MODELLED)

@@ -26,6 +26,9 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from holdfast.kernels import activation, hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
+    lane_rows,
+    lane_warpgroups,
+    prefill_warpgroups,
     quantized_attention,
     rope_rows,
     split_kv,
@@ -37,6 +40,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns  # noqa:
 from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
+from holdfast.kernels.attention.tile_work import LaneRound, LaneWork, TileCall, TileWork  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
@@ -52,7 +56,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     small_batch,
 )
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
-from holdfast.kernels.geometry import order_specs  # noqa: E402
+from holdfast.kernels.geometry import LaneGeometry, order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
     compress,
     compressed_attention,
@@ -244,16 +248,20 @@ def attention_of(
     num_rows: int = 4,
     with_sinks: bool = False,
     softcap: float | None = None,
+    page_tokens: int | None = None,
 ) -> None:
-    """Both tiles, and the merge."""
-    q, plane = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(32, 2, head_dim, dtype=dtype)
-    numbers = torch.empty(4, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    """Both tiles, and the merge; or large tiles in warpgroups alone, over pages of `page_tokens`."""
+    takes_warpgroups = page_tokens is not None
+    num_slots, page_tokens = 2 * (page_tokens or 16), page_tokens or 16
+    plane = torch.empty(num_slots, 2, head_dim, dtype=dtype)
+    q, numbers = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
+    work = TileWork(numbers, numbers, not takes_warpgroups, has_large=True, has_merge=not takes_warpgroups)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(num_rows, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
-    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
-    tiled_attention.tiled_attention(call, plane, plane, 16)
+    call = TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    large = tiled_attention.LargeKernel("warpgroups" if takes_warpgroups else "triton", "the case says so")
+    tiled_attention.tiled_attention(call, plane, plane, page_tokens, large)
 
 
 def streams_of(num_rows: int, hidden: int) -> None:
@@ -354,14 +362,41 @@ def quantized_attention_of(
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
     planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
+    work = TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
-    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    call = TileCall(q, numbers, work, scoring, partial, partial, out, 132)
     near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
     near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
     quantized_attention.quantized_attention(call, planes, near_pages)
+
+
+def lane_case(
+    dtype: torch.dtype,
+    bits: tuple[int, int],
+    group: int,
+    head_dim: int,
+    window: int | None = None,
+    page_tokens: int = 64,
+    with_sinks: bool = False,
+    softcap: float | None = None,
+    near: int | None = None,
+) -> None:
+    """Filling the lane, and attention to it. `near`: first tokens beside near blocks of 64."""
+    planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
+    planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
+    q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
+    part, sinks = LaneRound(1, 2, 0, 2, 3), torch.empty(2 * group) if with_sinks else None
+    work = TileWork(numbers, numbers, False, False, has_merge=False, lane=LaneWork(numbers, numbers[:2], (part,)))
+    scoring, out = Scoring(0.1, window, sinks, softcap), q.view(16, -1)
+    call = TileCall(q, numbers, work, scoring, out, out, out, 132)
+    near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
+    near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
+    source, memory = lane_rows.LaneSource(planes, near_pages), torch.empty(2**16 * head_dim, dtype=FP16)
+    lane = lane_rows.lane_of(memory, head_dim, LaneGeometry(1, 16, 2))
+    lane_rows.fill_lane(call, source, lane, part, 0, 2)
+    lane_warpgroups.attend_lane(call, source, lane, part, 0, 2)
 
 
 def experts_of(
@@ -567,7 +602,7 @@ def latents_of(
     """Absorbed attention in both tiles and all forms of the merge; those of 64 rows in Gluon, or not."""
     latent_attention.takes_warpgroups = lambda planes: warpgroups
     numbers = torch.empty(256, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    work = TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
     plane = torch.empty(2 * page_tokens, latent_dim + rope_dim, dtype=BF16)
     planes = LatentPlanes("plain", latent_dim, rope_dim, page_tokens, plane)
     partial = torch.empty(8, num_heads * latent_dim)
@@ -656,7 +691,7 @@ def quantized_latents_of(
     name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool, warpgroups: bool = False
 ) -> None:
     latent_attention.takes_gathering = lambda call: warpgroups
-    work = tiled_attention.TileWork(
+    work = TileWork(
         torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
     )
     call = LatentCall(
@@ -846,6 +881,14 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D64, sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True),
     "attention D256, capped": lambda: attention_of(BF16, 2, 256, 4096, softcap=50.0),
     "attention D128, few rows, both": lambda: attention_of(BF16, 8, 128, None, 1, with_sinks=True, softcap=30.0),
+    "prefill D128": lambda: attention_of(BF16, 8, 128, None, page_tokens=16),
+    "prefill D128, pages of 256": lambda: attention_of(BF16, 8, 128, None, page_tokens=256),
+    "prefill D64, window and sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True, page_tokens=16),
+    "prefill D80, sinks": lambda: attention_of(BF16, 1, 80, None, with_sinks=True, page_tokens=16),
+    "prefill D96": lambda: attention_of(FP16, 1, 96, None, page_tokens=32),
+    "prefill D192, window": lambda: attention_of(BF16, 5, 192, 4096, page_tokens=64),
+    "prefill D256": lambda: attention_of(BF16, 4, 256, None, page_tokens=16),
+    "prefill D256, all options": lambda: attention_of(BF16, 2, 256, 4096, 4, True, 50.0, page_tokens=16),
     "rope rows": lambda: rope_rows_of(BF16, 64, (1.0,), (1,)),
     "rope rows of two ropes": lambda: rope_rows_of(FP16, 128, (1.0, 1.25), (1, 1)),
     "rope rows of V4": lambda: rope_rows_of(torch.float32, 24, (1.0, 1.1, 1.1, 1.1), (1, 1, 4, 128)),
@@ -867,6 +910,12 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D128, keys of 5 bits": lambda: write_quantized_of(BF16, 128, formats=((5, 4),)),
     "write quantized D80, keys of 5 bits": lambda: write_quantized_of(FP16, 80, False, ((5, 4),), with_near=True),
     "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
+    "lane 8/4 D128": lambda: lane_case(BF16, (8, 4), 8, 128),
+    "lane 3/3 D128, near": lambda: lane_case(BF16, (3, 3), 5, 128, near=16),
+    "lane 8/8 D64, window": lambda: lane_case(FP16, (8, 8), 7, 64, 99, page_tokens=16),
+    "lane 5/4 D80, both": lambda: lane_case(BF16, (5, 4), 1, 80, with_sinks=True, softcap=50.0),
+    "lane 4/4 D192, near and window": lambda: lane_case(BF16, (4, 4), 4, 192, 99, near=0),
+    "lane 4/4 D256": lambda: lane_case(BF16, (4, 4), 4, 256),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
     "quantized 8/4 D128": lambda: quantized_attention_of(BF16, (8, 4), 8, 128),
     "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
@@ -1018,6 +1067,8 @@ def main() -> None:
         hyper_connections,
         joint_row,
         index_scores,
+        lane_rows,
+        lane_warpgroups,
         latent_attention,
         latent_prefill,
         latent_projection,
@@ -1030,6 +1081,7 @@ def main() -> None:
         packed_gemv,
         packed_tiles,
         place_kernels,
+        prefill_warpgroups,
         quantize_activations,
         quantized_attention,
         rope_rows,

@@ -1,57 +1,94 @@
-"""Steps whose large tiles go through a lane (benchmarks/lane_attention.py): the lane amid NaN and red zones, and near pages."""
+"""Steps whose large tiles read the lane (kernels/attention/lane_rows.py), amid NaN and red zones, and near pages beside them."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from holdfast.attention.lane_scheduler import LaneScheduler
+from holdfast.kernels.attention import lane_rows, lane_warpgroups
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource
 from holdfast.kernels.attention.near_tokens import NearPages
-from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
+from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import TileCall
+from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.geometry import LaneGeometry
 from kernels.exactness import random
 from kernels.quantized_kv_cases import QuantizedStep
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid
 from scratch_memory import Memory
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-
-import lane_attention
-from lane_attention import LaneForm
-
-__all__ = ["LaneForm", "by_lane", "guarded_lane", "lane_attention", "near_pages", "near_reference", "near_tiles"]
-
 Attend = Callable[[TileCall, QuantizedPlanes], torch.Tensor]
 
 
-def guarded_lane(memory: Memory, num_rows: int, head_dim: int, dtype: torch.dtype) -> lane_attention.Lane:
-    """A lane of so many rows of keys, in what the memory holds."""
-    k_LD = memory.take("lane_k", num_rows, head_dim, dtype=dtype)
-    v_LD = memory.take("lane_v", num_rows, head_dim, dtype=torch.float16)
-    return lane_attention.Lane(k_LD, v_LD, memory.take("lane_scales", lane_attention.NUM_SCALES, num_rows))
+def with_lane(call: TileCall, near: NearPages | None, num_kv_heads: int) -> TileCall:
+    """The call with all of its large tiles in one round of the lane, as the scheduler would list their tokens."""
+    num_small, num_large = call.work.tiles_X8[0, :2].tolist()
+    rows: dict[int, list[int]] = {}
+    for table_row, row, count, position, *_ in call.work.tiles_X8[1 + num_small : 1 + num_small + num_large].tolist():
+        first_row, start, end = rows.get(table_row, (row, position, position))[:3]
+        rows[table_row] = [min(row, first_row), min(start, position), max(end, position + count)]
+    columns = [(table_row, row, end - start, start) for table_row, (row, start, end) in rows.items()]
+    near_block = 0 if near is None else near.block_tokens
+    lanes = LaneScheduler(
+        LaneGeometry(1, 2**20, num_kv_heads),
+        call.scoring.window,
+        len(call.page_table_NP),
+        1,
+        near_block,
+        call.q_THD.device,
+    )
+    columns_4N = np.array(columns, dtype=np.int64).T
+    groups = lanes.groups(columns_4N, np.ones(len(columns), dtype=np.bool_))
+    lane = lanes.fill(columns_4N, groups, [(1 + num_small, num_large)])
+    return call._replace(work=replace(call.work, lane=lane))
 
 
 def by_lane(
-    near: NearPages | None = None, heads: int | None = None, form: LaneForm | None = None, more_rows: int = 0
+    near: NearPages | None = None,
+    heads: int | None = None,
+    more_rows: int = 0,
+    fill: Callable[..., None] = lane_rows.fill_lane,
 ) -> Attend:
-    """Attention with a lane that just holds `heads` heads of the step, and some rows more."""
+    """Attention over a lane of NaN that just holds `heads` heads of the step, and some rows more.
+
+    On a CPU the reference attends.
+    """
 
     def attend(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
-        memory, num_tables = Memory(call.q_THD.device), len(call.page_table_NP)
-        chosen = form or lane_attention.lane_form(planes.head_dim, planes.key_bias is not None)
-        plan = lane_attention.plan_lane(
-            call.work.tiles_X8.cpu().numpy(), num_tables, call.scoring.window, call.q_THD.device, chosen.tokens
-        )
-        num_heads = heads or planes.num_kv_heads
-        lane = guarded_lane(
-            memory, 64 * num_heads * max(1, plan.num_blocks) + more_rows, planes.head_dim, call.q_THD.dtype
-        )
-        out = lane_attention.attend_by_lane(call, planes, near, lane, plan, form, heads)
+        device = call.q_THD.device
+        memory, source, num_heads = Memory(device), LaneSource(planes, near), heads or planes.num_kv_heads
+        if call.work.has_small or call.work.has_merge:
+            quantized_attention(call._replace(work=replace(call.work, has_large=False)), planes, near)
+        call = with_lane(call, near, planes.num_kv_heads)
+        assert call.work.lane is not None
+        (part,) = call.work.lane.rounds
+        num_rows = 64 * num_heads * part.num_blocks + more_rows
+        k_LD = memory.take("k", num_rows, planes.head_dim, dtype=torch.float16)
+        v_LD = memory.take("v", num_rows, planes.head_dim, dtype=torch.float16)
+        lane = Lane(k_LD, v_LD, LaneGeometry(1, num_rows // 64, planes.num_kv_heads))
+        attend_rows = lane_warpgroups.attend_lane if device.type == "cuda" else lane_warpgroups.attend_lane_reference
+        for first in range(0, planes.num_kv_heads, num_heads):
+            count = min(num_heads, planes.num_kv_heads - first)
+            fill(call, source, lane, part, first, count)
+            attend_rows(call, source, lane, part, first, count)
         memory.check()
-        return out
+        return call.out_TX
 
     return attend
+
+
+def with_near(
+    step: QuantizedStep, first: int, device: torch.device, tile_rows: int = 32
+) -> tuple[NearPages, Tiles, Tiles]:
+    """Near pages, tiles over codes alone, and tiles that read near tokens where they lie."""
+    near, tiles = near_pages(step, 64, first, device), near_tiles(step, 64, first, tile_rows)
+    whole = Tiles(rows=tiles.rows)
+    for table_row, row, count, position, _, _, partial, splits in tiles.large:
+        low = 0 if step.window is None else max(0, position - step.window + 1) // 64 * 64
+        whole.large.append((table_row, row, count, position, low, position + count, partial, splits))
+    return near, tiles, whole
 
 
 def near_reference(near: NearPages) -> Attend:

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, tile_rows
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_attention import sparse_attention_reference
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows, read_latents

@@ -14,7 +14,8 @@ from holdfast.kernels.attention.quantized_attention import (
     quantized_geometry,
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import LOG2_E, TileCall, TileWork
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
+from holdfast.kernels.attention.tiled_attention import LOG2_E
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import (

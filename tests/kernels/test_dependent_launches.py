@@ -18,6 +18,7 @@ CONSTANT = {
         "p_rows",
         "p_pages",
         "p_near_pages",
+        "p_runs",
         "p_slots",
         "p_near_slots",
         "p_q_norm",

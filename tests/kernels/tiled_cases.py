@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from holdfast.kernels.attention.paged_attention import Scoring
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork, tile_rows, tiled_attention
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
+from holdfast.kernels.attention.tiled_attention import choose_large_kernel, tile_rows, tiled_attention
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase
@@ -110,6 +111,13 @@ def run_tiles(
     assert result is out
     memory.check()
     return out.cpu()
+
+
+def in_warpgroups(call: TileCall, k_plane: torch.Tensor, v_plane: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """`tiled_attention` as a layer on a Hopper GPU has it."""
+    large = choose_large_kernel(k_plane, page_tokens, call.q_THD.shape[1], call.scoring.scale)
+    assert large.name == "warpgroups", large.reason
+    return tiled_attention(call, k_plane, v_plane, page_tokens, large)
 
 
 def amid(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,8 @@ from holdfast.config import Limits
 from holdfast.families.grouped import layer as attention
 from holdfast.families.latent import layer as latent_attention
 from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
-from holdfast.models import decoder_declaration, fused_decode
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.models import activations, decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -47,6 +48,8 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the path run on a CPU, and take as many rows of e4m3 as of other weights."""
+    monkeypatch.setattr(activations, "QUANTIZED_DECODE_ROWS", FUSED_DECODE_ROWS)
     for name, reference in REFERENCES.items():
         for module in (fused_decode, attention, latent_attention):
             if hasattr(module, name):

@@ -21,6 +21,7 @@ from holdfast.models.activations import (
     ROW_SCALED,
     STREAM,
     Request,
+    fits_fused_decode,
     fused_decode_request,
     takes_fused_decode,
 )
@@ -216,6 +217,17 @@ def test_scratch_of_qwen3_32b():
         "parts": ((FUSED_DECODE_ROWS * 16384,), "float32"),
         "arrived": ((-(-151936 // 64),), "int32"),
     }
+
+
+def test_fits_fused_decode_takes_one_row_of_dense_e4m3():
+    """Experts, latents and ranks keep the path: tiles with separate norms were measured for dense layers of one rank."""
+    latent = replace(QWEN, latent=LatentSpec(512, 512, 128, 64, 128))
+    for recipe in (WeightRecipe(FP8), WeightRecipe(FP8_TENSOR)):
+        assert [fits_fused_decode(num_rows, QWEN, recipe) for num_rows in (1, 2, 16)] == [True, False, False]
+        for spec in (MOE, latent, replace(QWEN, num_ranks=2)):
+            assert [fits_fused_decode(num_rows, spec, recipe) for num_rows in (1, 16, 17)] == [True, True, False]
+    for recipe in (AS_STORED, WeightRecipe(INT8)):
+        assert [fits_fused_decode(num_rows, QWEN, recipe) for num_rows in (1, 16, 17)] == [True, True, False]
 
 
 def test_fused_decode_request_of_rank_and_stage_has_own_products():

@@ -82,6 +82,7 @@ def test_weight_scheme_ignore_matches_source_tensor_names() -> None:
         "linear",
         tensors=("model.layers.0.q.weight", "model.layers.0.k.weight"),
         seam_rows=64,
+        part_rows=(64, 32),
     )
     for pattern in ("layers.0.qkv.weight", "*.k", "re:.*q[.]weight"):
         assert weight.scheme(WeightRecipe(MXFP4, ignore=(pattern,))) is None, pattern

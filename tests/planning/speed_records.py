@@ -38,6 +38,7 @@ NOT_ENGINES: Mapping[str, str] = {
     "gpu-compressed-attention": "attention alone",
     "gpu-latent-attention": "attention alone",
     "gpu-near-attention": "attention alone",
+    "gpu-prefill-attention": "attention alone",
     "gpu-quantized-attention": "attention alone",
     "gpu-sparse-attention": "attention alone",
     "gpu-masks": "one kernel",

@@ -72,6 +72,9 @@ def by_hand(name: str) -> int:
     return total
 
 
+EXPANDED = {"packed_weights": "expanded"}
+
+
 @pytest.fixture(scope="module")
 def default() -> DeclaredModel:
     return open_declared(None)
@@ -85,7 +88,8 @@ def account(declared: DeclaredModel, **options) -> DiskAccount:
 
 @pytest.mark.parametrize("name", BYTES)
 def test_disk_account_of_default_model_matches_hand_count(default, name):
-    options = {"dtype": name} if name in ("float32", "bfloat16") else {"dtype": "bfloat16", "quantization": name}
+    is_plain = name in ("float32", "bfloat16")
+    options = {"dtype": name} | EXPANDED if is_plain else {"dtype": "bfloat16", "quantization": name}
     found = account(default, **options)
     assert (found.on_disk.num_bytes, found.on_disk.num_files) == (DISK_BYTES, 1)
     assert found.memory_bytes == BYTES[name] == by_hand(name)
@@ -93,7 +97,7 @@ def test_disk_account_of_default_model_matches_hand_count(default, name):
 
 def test_account_of_a_rank_is_of_its_share(default):
     """Both numbers: what the rank holds, and what the scheme that is advised would hold of it."""
-    resolved = resolve(PlanRequest(EngineConfig(dtype="bfloat16"), default, CPU))
+    resolved = resolve(PlanRequest(EngineConfig(dtype="bfloat16", packed_weights="expanded"), default, CPU))
     found = disk_account(resolved, Mesh(tensor_rank=2, tensor_size=3))
     assert found is not None
     assert (found.memory_bytes, found.other_bytes) == (share_by_hand(3, False), share_by_hand(3, True))
@@ -112,8 +116,32 @@ def test_embedding_that_is_stored_quantized_is_so_in_the_advice(default):
     assert account(plain).other_bytes - account(stored).other_bytes == 3 * embedding - padded(4 * 151936)
 
 
+def test_disk_account_of_kept_blocks_matches_hand_count(default):
+    """Blocks take the bytes of the file, and each group of weights has a line."""
+    found = account(default, packed_weights="as_stored")
+    matrices = LAYERS * sum(padded(rows * columns // 32 * 20) for rows, columns in MATRICES)
+    head, norms = padded(VOCAB * HIDDEN // 32 * 34), NUM_NORMS * padded(4 * HIDDEN)
+    assert found.memory_bytes == matrices + head + norms
+    stored = sum(one.num_bytes for one in found.on_disk.types)
+    assert found.memory_bytes == stored, "every plane fills whole lines of 256 bytes here"
+    assert found.reason == "121 of 121 packed weights stay as stored"
+    assert [(one.name, one.stored_as, one.num_bytes) for one in found.groups] == [
+        ("embed", ("Q8_0",), head),
+        ("layers", ("Q4_1", "float32"), matrices + (NUM_NORMS - 1) * padded(4 * HIDDEN)),
+        ("final_norm", ("float32",), padded(4 * HIDDEN)),
+    ]
+    assert found.advice is None
+    assert found.as_dict()["groups"]["embed"] == {"stored_as": ("Q8_0",), "bytes": head}
+    shared = resolve(PlanRequest(EngineConfig(packed_weights="as_stored"), default, CPU))
+    share = disk_account(shared, Mesh(tensor_rank=0, tensor_size=3))
+    assert share is not None
+    parts = [(960 // 3, HIDDEN), (HIDDEN, HIDDEN // 3), (2 * INNER // 3, HIDDEN), (HIDDEN, INNER // 3)]
+    own = LAYERS * sum(padded(rows * columns // 32 * 20) for rows, columns in parts)
+    assert share.memory_bytes == own + padded(VOCAB // 3 * HIDDEN // 32 * 34) + norms
+
+
 def test_stored_types_and_reasons(default):
-    found = account(default)
+    found = account(default, **EXPANDED)
     types = {one.name: (one.num_tensors, one.num_bytes) for one in found.on_disk.types}
     matrix_bytes = LAYERS * sum(rows * columns for rows, columns in MATRICES) // 32 * 20
     assert types == {
@@ -144,7 +172,7 @@ def test_lines_fit_80_columns():
 
 def test_refusal_of_a_small_file_shows_its_size_in_memory(default):
     with raises_code("plan.over_budget", MemoryPlanError) as caught:
-        plan_runner(PlanRequest(EngineConfig(memory_limit="256MiB"), default, CPU))
+        plan_runner(PlanRequest(EngineConfig(memory_limit="256MiB", packed_weights="expanded"), default, CPU))
     text = str(caught.value)
     assert "Its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load" in text
     assert "--quantization int8 would hold 129.16 MiB" in text

@@ -35,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     quantized_embeddings: str
     quantization_ignore: tuple[str, ...] | str
+    packed_weights: str | None
+    packed_activations: str
     allow_nonfinite: bool
     save_quantized: str | None
     weight_cache: str

@@ -21,8 +21,9 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
-from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
+from holdfast.attention.lane_scheduler import LaneGroup, LaneScheduler
+from holdfast.kernels.attention.tile_work import LaneWork, TileWork
+from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, LaneGeometry, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
 MAX_NEAR_SPLITS = 2**31 // NEAR_SPLIT
@@ -123,7 +124,9 @@ class TileScheduler:
         room: ListRoom,
         machine: Machine,
         near: NearTokens | None = None,
+        lane: LaneGeometry | None = None,
     ) -> None:
+        """`lane`: prompts may read the lane, in steps without a graph."""
         if near is not None:
             assert near.block_tokens % geometry.block_tokens == 0, f"{near=} is not whole blocks of {geometry=}"
             assert window is None or not near.first_tokens, f"{near=}: a window of {window} hides the first tokens"
@@ -134,6 +137,10 @@ class TileScheduler:
         self._room = room
         self._machine = machine
         self._near = near
+        self._lane: LaneScheduler | None = None
+        if lane is not None:
+            near_block = 0 if near is None else near.block_tokens
+            self._lane = LaneScheduler(lane, window, room.max_num_seqs, machine.num_sms, near_block, machine.device)
         first_row = (1 + room.max_tiles) * len(TILE_FIELDS)
         num_numbers = first_row + 2 * room.max_num_rows
         device = machine.device
@@ -152,6 +159,16 @@ class TileScheduler:
     def row_bytes(self) -> int:
         return self._rows_T2.nbytes
 
+    @property
+    def least_lane_rows(self) -> int:
+        """Fewest rows of one prompt that read the lane; 0: none do."""
+        return 0 if self._lane is None or self._machine.batch_invariant else self._lane.least_rows
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes of the lists of the lane."""
+        return 0 if self._lane is None else self._lane.num_bytes
+
     def fill(self, step: StepRows, captured: bool) -> TileWork:
         """Overwrite the lists with those of this step, and send them to the device.
 
@@ -159,7 +176,8 @@ class TileScheduler:
         """
         self._lists.wait()
         self._host_rows_T2[: step.num_rows] = 0
-        small, large = self._blocks(step)
+        groups = [] if captured else self._lane_groups(step)
+        small, large = self._blocks(step, groups)
         num_small = num_large = num_partials = 0
         if small is not None:
             splits = self._split(small, lambda blocks: self._small_splits(blocks, step.num_rows))
@@ -170,10 +188,10 @@ class TileScheduler:
             )
             num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials)
             tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
-            # Longest first, so that no long tile starts last.
-            tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
+            _sort_by_length(tiles_X8)
         self._host_tiles_X8[0, :2] = num_small, num_large
-        num_numbers, first = (1 + num_small + num_large) * len(TILE_FIELDS), self._first_row_number
+        end_tile, lane = self._write_lane(step, groups, 1 + num_small + num_large)
+        num_numbers, first = end_tile * len(TILE_FIELDS), self._first_row_number
         self._lists.send(((0, num_numbers), (first, first + 2 * step.num_rows)))
         return TileWork(
             self._tiles_X8,
@@ -181,24 +199,58 @@ class TileScheduler:
             has_small=captured or num_small > 0,
             has_large=num_large > 0 or (captured and not step.is_decode),
             has_merge=captured or num_partials > 0 or int(step.columns_4N[2].sum()) < step.num_rows,
+            lane=lane,
         )
 
-    def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
-        """Return sequences of few rows as small blocks, and the others cut into large tiles."""
+    def _lane_groups(self, step: StepRows) -> list[LaneGroup]:
+        """Choose the sequences whose tiles read the lane: prompts alone, since drafts have few rows."""
+        if self._lane is None or self._machine.batch_invariant or step.is_decode:
+            return []
+        may_take_N = step.is_prompt_N & (step.columns_4N[2] > self._geometry.small_rows)
+        return self._lane.groups(step.columns_4N, may_take_N)
+
+    def _write_lane(self, step: StepRows, groups: list[LaneGroup], first_tile: int) -> tuple[int, LaneWork | None]:
+        """Write the tiles of each group, unsplit, over all tokens that rows see; return the end of the tiles."""
+        if self._lane is None or not groups:
+            return first_tile, None
+        tiles: list[tuple[int, int]] = []
+        for group in groups:
+            columns_4B = self._cut(step.columns_4N[:, group.sequences_S], self._lane.geometry.tile_rows)
+            low_B, num_tiles = self._first_seen(columns_4B[3]), columns_4B.shape[1]
+            tiles_8B = np.empty((len(TILE_FIELDS), num_tiles), dtype=np.int64)
+            tiles_8B[:4], tiles_8B[4], tiles_8B[5] = columns_4B, low_B, columns_4B[3] + columns_4B[2]
+            tiles_8B[6], tiles_8B[7] = -1, 1
+            tiles_X8 = self._host_tiles_X8[first_tile : first_tile + num_tiles]
+            tiles_X8[:] = tiles_8B.T
+            _sort_by_length(tiles_X8)
+            ones_B = np.ones(num_tiles, dtype=np.int64)
+            self._write_rows(columns_4B[1], columns_4B[2], -ones_B, ones_B)
+            tiles.append((first_tile, num_tiles))
+            first_tile += num_tiles
+        return first_tile, self._lane.fill(step.columns_4N, groups, tiles)
+
+    def _blocks(self, step: StepRows, groups: list[LaneGroup]) -> tuple[Blocks | None, Blocks | None]:
+        """Return sequences of few rows as small blocks, and the others cut into large tiles, except those in the lane."""
         is_small_N = step.columns_4N[2] <= self._geometry.small_rows
         if self._machine.batch_invariant:
             is_small_N &= ~step.is_prompt_N
-        num_small = int(is_small_N.sum())
-        if num_small == len(is_small_N):
-            return (self._seen(self._own_blocks(step.columns_4N)) if num_small else None), None
-        small = self._seen(self._own_blocks(step.columns_4N[:, is_small_N])) if num_small else None
-        columns_4N, most = self._own_blocks(step.columns_4N[:, ~is_small_N]), self._geometry.large_rows
+        is_large_N = ~is_small_N
+        for group in groups:
+            is_large_N[group.sequences_S] = False
+        small = self._seen(self._own_blocks(step.columns_4N[:, is_small_N])) if is_small_N.any() else None
+        if not is_large_N.any():
+            return small, None
+        return small, self._seen(self._cut(step.columns_4N[:, is_large_N], self._geometry.large_rows))
+
+    def _cut(self, columns_4N: np.ndarray, most: int) -> np.ndarray:
+        """Cut sequences into tiles of at most so many rows."""
+        columns_4N = self._own_blocks(columns_4N)
         index_B, nth_B = _spread(-(-columns_4N[2] // most))
         columns_4B, offset_B = columns_4N[:, index_B], nth_B * most
         columns_4B[1] += offset_B
         columns_4B[2] = np.minimum(most, columns_4B[2] - offset_B)
         columns_4B[3] += offset_B
-        return small, self._seen(columns_4B)
+        return columns_4B
 
     def _own_blocks(self, columns_4N: np.ndarray) -> np.ndarray:
         """Cut rows where their own block of near tokens ends."""
@@ -215,15 +267,18 @@ class TileScheduler:
         columns_4B[3] = start_B
         return columns_4B
 
+    def _first_seen(self, position_B: np.ndarray) -> np.ndarray:
+        """Return where the range of tiles begins whose first row is here."""
+        if self._window is None:
+            return np.zeros_like(position_B)
+        low_B, block_tokens = np.maximum(position_B - self._window + 1, 0), self._geometry.block_tokens
+        # Otherwise a large tile's blocks begin at its first row's window, which is not every row's.
+        is_aligned = self._geometry.has_aligned_starts or self._machine.batch_invariant
+        return low_B // block_tokens * block_tokens if is_aligned else low_B
+
     def _seen(self, columns_4B: np.ndarray) -> Blocks:
         position_B, block_tokens = columns_4B[3], self._geometry.block_tokens
-        if self._window is None:
-            low_B = np.zeros_like(position_B)
-        else:
-            low_B = np.maximum(position_B - self._window + 1, 0)
-            # Otherwise a large tile's blocks begin at its first row's window, which is not every row's.
-            is_aligned = self._geometry.has_aligned_starts or self._machine.batch_invariant
-            low_B = low_B // block_tokens * block_tokens if is_aligned else low_B
+        low_B = self._first_seen(position_B)
         if self._near is None:
             return Blocks(columns_4B, low_B, position_B + columns_4B[2])
         own_B = position_B // self._near.block_tokens * self._near.block_tokens
@@ -297,9 +352,11 @@ class TileScheduler:
         return _least(least, max(least, int(num_blocks_B.max())), fits)
 
     def _large_splits(self, blocks: Blocks, room: int) -> Splits:
-        length_B, block_tokens = blocks.lengths, self._geometry.block_tokens
+        length_B, geometry = blocks.lengths, self._geometry
+        block_tokens = geometry.large_block_tokens or geometry.block_tokens
         num_items = len(length_B) * self._num_kv_heads
-        wanted = -(-self._machine.num_sms * self._geometry.large_programs_per_sm // num_items)
+        # No more items than programs: one item more would take a second wave, and unsplit tiles take no longer.
+        wanted = max(1, self._machine.num_sms * geometry.large_programs_per_sm // num_items)
         if self._machine.batch_invariant or wanted == 1:
             return Splits.into(1, length_B, block_tokens)
 
@@ -346,6 +403,11 @@ class TileScheduler:
             first_partial_B = first_partial_B[index_R] + nth_R * count_B
         self._host_rows_T2[row_B, 0] = first_partial_B
         self._host_rows_T2[row_B, 1] = count_B
+
+
+def _sort_by_length(tiles_X8: np.ndarray) -> None:
+    """Put the longest tiles first, so that none of them starts last."""
+    tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
 
 
 def _num_partials(count_B: np.ndarray, blocks: Blocks) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.cli.options import ARGUMENTS, Option, Setting
 from holdfast.cli.plan_commands import PURPOSES
 from holdfast.cli.terminal import write_answer
-from holdfast.config import DTYPES, KV_QUALITIES, LOAD_FORMATS, WEIGHT_CACHES
+from holdfast.config import DTYPES, KV_QUALITIES, LOAD_FORMATS, PACKED_ACTIVATIONS, PACKED_WEIGHTS, WEIGHT_CACHES
 from holdfast.errors import ConfigError
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
@@ -28,6 +28,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "load_format": tuple(LOAD_FORMATS),
     "quantization": (UNQUANTIZED, *WEIGHT_SCHEMES),
     "quantized_embeddings": tuple(EMBEDDING_CHOICES),
+    "packed_weights": PACKED_WEIGHTS,
+    "packed_activations": PACKED_ACTIVATIONS,
     "weight_cache": tuple(WEIGHT_CACHES),
     "kv_cache_dtype": ("auto", *ALL_KV_FORMATS),
     "kv_quality": KV_QUALITIES,

@@ -23,6 +23,7 @@ ONE_SEQUENCE = 1
 """Sequences that `holdfast chat`, and `holdfast run` with one answer, use by default."""
 STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *("packed_weights", "packed_activations"),
     *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("kv_near_tokens", "kv_key_scale"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),

@@ -9,6 +9,9 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 FUSED_DECODE_ROWS = 16
 """Most rows of a step on the fused decode path. Above it, cuBLAS with separate norms, gates and sums is faster."""
+QUANTIZED_DECODE_ROWS = 1
+"""Like FUSED_DECODE_ROWS, for a dense model in row-scaled e4m3 on one rank. From two rows on, tiles with separate norms take
+141 us a layer of 32B, and this path takes 164 (docs/log.md)."""
 SMALL_BATCH_BLOCK_N = 64
 """Outputs per program of a small-batch GEMM, for two rows or more; widths on this path are multiples of it."""
 GEMV_MIN_BLOCK_N = 2
@@ -156,6 +159,48 @@ QUANTIZED_LARGE_TILE = 64
 """Least height of a large tile over quantized pages. Tile lists are cut to this height."""
 
 
+LANE_BYTES = 32 * 2**20
+"""Most bytes of the lane (kernels/attention/lane_rows.py): 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
+LANE_TILE = 128
+"""Height of a tile that reads the lane: rows times heads of a GQA group. Also the largest group."""
+RUN_FIELDS = ("end", "table_row", "first_block", "low", "high", "is_near")
+"""Fields of a run of tokens in the lane. `end`: blocks of its round up to its end."""
+LANE_RUNS = 128
+"""Most runs of a round: a program that fills the lane looks at all of them at once."""
+
+
+class LaneGeometry(NamedTuple):
+    """The lane as a kernel uses it, for the scheduler."""
+
+    tile_rows: int
+    """Most rows of a tile."""
+    num_blocks: int
+    """Blocks of BLOCK_TOKENS tokens of one KV head that fit."""
+    num_kv_heads: int
+
+    def heads(self, num_blocks: int) -> int:
+        """Return the KV heads of a round, so that rounds are even; 0: these blocks of one head do not fit."""
+        fitting = min(self.num_kv_heads, self.num_blocks // max(1, num_blocks))
+        return -(-self.num_kv_heads // -(-self.num_kv_heads // fitting)) if fitting else 0
+
+
+def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None) -> LaneGeometry:
+    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need."""
+    fitting = LANE_BYTES // lane_block_bytes(head_dim)
+    num_blocks = fitting if most_blocks is None else min(fitting, most_blocks * num_kv_heads)
+    return LaneGeometry(max(1, LANE_TILE // (num_heads // num_kv_heads)), num_blocks, num_kv_heads)
+
+
+def lane_block_bytes(head_dim: int) -> int:
+    """Return the bytes of a block of one head: each token has a row of keys and one of values, in half precision."""
+    return 2 * 2 * head_dim * BLOCK_TOKENS
+
+
+def lane_list_numbers(max_num_seqs: int) -> int:
+    """Return the int32 numbers of the lane's lists: two runs and two starts of each sequence."""
+    return 2 * max_num_seqs * (len(RUN_FIELDS) + 1)
+
+
 def key_turn_dtype(dtype: str) -> str:
     """Return the type of `KeyTurns.near_2NC` for a model that computes in `dtype`."""
     return "float32" if dtype == "float32" else "float16"
@@ -205,6 +250,8 @@ class TileGeometry(NamedTuple):
     share."""
     tile_cost_tokens: int = 0
     """Cost of starting and ending a tile, in tokens. With it, more and shorter waves may finish sooner."""
+    large_block_tokens: int = 0
+    """Tokens that a program for large tiles loads at once: whole ones make a split; 0: `block_tokens`."""
 
     def small_programs(self, num_rows: int) -> int:
         """Return the programs per SM for a step's small tiles; `num_rows` includes padding."""

@@ -35,6 +35,10 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
     "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
     "holdfast_quantized_linear": [_POINTER] * 5 + [_LONG] * 6,
+    "holdfast_packed_linear": [_POINTER] * 5 + [_LONG] * 5,
+    "holdfast_packed_linear_full": [_POINTER] * 4 + [_LONG] * 5,
+    "holdfast_packed_rows": [_POINTER] * 3 + [_LONG] * 3,
+    "holdfast_interleave": [_POINTER] * 2 + [_LONG] * 5,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_clamped_gate": [_POINTER] * 2 + [_LONG] * 4 + [_FLOAT],

@@ -15,7 +15,7 @@ from holdfast.kernels.gemm.quantize_activations import (
     quantize_rows,
 )
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
 
 class Linear:
@@ -24,7 +24,7 @@ class Linear:
     takes_codes = True
     """True if the producer of the rows may quantize them."""
 
-    def __init__(self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None = None) -> None:
+    def __init__(self, weight_NK: AnyWeight, bias_N: torch.Tensor | None = None) -> None:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
 

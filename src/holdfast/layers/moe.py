@@ -23,7 +23,7 @@ from holdfast.kernels.moe.routing import ExpertOrder, ExpertProduct, Routing, or
 from holdfast.layers.mlp import GatedMLP, MLPBuffers
 from holdfast.layers.shared_experts import ExpertSharing, OwnPairs
 from holdfast.layers.shared_linear import add_part
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
 
 class ExpertBuffers(NamedTuple):
@@ -94,8 +94,8 @@ class ExpertLayer:
     def __init__(
         self,
         router_EH: torch.Tensor,
-        gate_up: torch.Tensor | QuantizedWeight,
-        down: torch.Tensor | QuantizedWeight,
+        gate_up: AnyWeight,
+        down: AnyWeight,
         routing: Routing,
         shared: SharedExpert | None,
         biases: ExpertBiases = NO_BIASES,

@@ -6,9 +6,9 @@ import torch
 
 from holdfast.layers.mlp import Linear, RMSNorm
 from holdfast.layers.shared_linear import OutputSharing
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
-Weights = Mapping[str, torch.Tensor | QuantizedWeight]
+Weights = Mapping[str, AnyWeight]
 
 
 class LayerParts:

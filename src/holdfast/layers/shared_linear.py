@@ -17,7 +17,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
 
 class Gathering:
@@ -61,9 +61,7 @@ def add_part(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) 
 class SummedLinear(Linear):
     """y = the sum over ranks of x @ weight.T, plus the bias once: the first rank adds it."""
 
-    def __init__(
-        self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, exchange: Exchange
-    ) -> None:
+    def __init__(self, weight_NK: AnyWeight, bias_N: torch.Tensor | None, exchange: Exchange) -> None:
         super().__init__(weight_NK, bias_N if exchange.rank == 0 else None)
         self.exchange = exchange
 
@@ -85,7 +83,7 @@ class GatheredLinear(Linear):
 
     def __init__(
         self,
-        weight_NK: torch.Tensor | QuantizedWeight,
+        weight_NK: AnyWeight,
         bias_N: torch.Tensor | None,
         gathering: Gathering,
         keeps_share: bool = False,
@@ -122,9 +120,7 @@ class OutputSharing:
         self.exchange = exchange
         self.gathering = gathering
 
-    def linear(
-        self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, keeps_share: bool = False
-    ) -> Linear:
+    def linear(self, weight_NK: AnyWeight, bias_N: torch.Tensor | None, keeps_share: bool = False) -> Linear:
         """Make an output projection. If `keeps_share`, it returns the rank's part: a summand or columns."""
         if self.gathering is not None:
             return GatheredLinear(weight_NK, bias_N, self.gathering, keeps_share)

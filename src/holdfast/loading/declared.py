@@ -146,6 +146,7 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
     from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.packed.source import PackedSource
     from holdfast.loading.planning.moves import choose_all
+    from holdfast.loading.planning.packed_planes import packed_weights
     from holdfast.loading.planning.plan import plan_load
     from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
 
@@ -153,7 +154,8 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
     tensors: dict[str, list[str]] = {}
     if isinstance(source, PackedSource):
         plan_load(opened.parameters, source, opened.spec.checkpoint_dtype)  # refuses what loading would
-        return replace(declared, on_disk=source.on_disk, notes=(*declared.notes, *source.notes))
+        packed = packed_weights(opened.parameters, source.entries)
+        return replace(declared, on_disk=source.on_disk, packed=packed, notes=(*declared.notes, *source.notes))
     if isinstance(source, QuantizedSource):  # every weight has its final scheme
         plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)
     elif opened.stored is not None:
@@ -161,7 +163,10 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
         fills = choose_all(opened.parameters, source.entries).fills
         tensors = {fill.parameter.name: [part.tensor for part in fill.whole_parts] for fill in fills}
     else:
-        return declared if opened.gguf is None else replace(declared, on_disk=on_disk(opened.gguf))
+        if opened.gguf is None:
+            return declared
+        packed = packed_weights(opened.parameters, source.entries)
+        return replace(declared, on_disk=on_disk(opened.gguf), packed=packed)
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
     open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
     unread = None if opened.stored is None else opened.stored.unread_pattern

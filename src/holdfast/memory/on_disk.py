@@ -28,7 +28,7 @@ class OnDisk(NamedTuple):
     types: tuple[StoredType, ...]
     """The most frequent type first."""
     has_blocks: bool
-    """True if some tensors are blocks of codes and scales, which are expanded as they load."""
+    """True if some tensors are blocks of codes and scales."""
     embedding_type: str | None
     """The type of the embedding if it is stored in blocks."""
 
@@ -37,6 +37,14 @@ class OnDisk(NamedTuple):
         files = f" in {self.num_files} files" if self.num_files > 1 else ""
         types = ", ".join(f"{one.num_tensors} {one.name}" for one in self.types)
         return f"{format_bytes(self.num_bytes)}{files}: {types}"
+
+
+class HeldGroup(NamedTuple):
+    """Weights of one group (embed, layers, experts, lm_head) in memory."""
+
+    name: str
+    stored_as: tuple[str, ...]
+    num_bytes: int
 
 
 class DiskAccount(NamedTuple):
@@ -50,10 +58,16 @@ class DiskAccount(NamedTuple):
     other_scheme: str | None = None
     """A scheme that would take less, if none is used."""
     other_bytes: int = 0
+    kept: str = ""
+    """What stays packed as it is stored, and what is expanded and why; empty if all is expanded."""
+    groups: tuple[HeldGroup, ...] = ()
+    """What each group holds, if some of it stays packed."""
 
     @property
     def reason(self) -> str:
         """Reason that memory and disk differ in bytes."""
+        if self.kept:
+            return self.kept
         what = "blocks" if self.on_disk.has_blocks else "tensors"
         if self.scheme is not None:
             return f"{what} are quantized again, to {self.scheme}, as they load"
@@ -68,9 +82,15 @@ class DiskAccount(NamedTuple):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Two lines, or three with the advice, wrapped at 80 columns."""
+        """Lines on disk, memory, its groups, and the advice, wrapped at 80 columns."""
         memory = f"{format_bytes(self.memory_bytes)}: {self.reason}"
-        rows = [("on disk", self.on_disk.summary), ("in memory", memory), ("", self.advice or "")]
+        held = (f"{one.name} {format_bytes(one.num_bytes)} in {', '.join(one.stored_as)}" for one in self.groups)
+        rows = [
+            ("on disk", self.on_disk.summary),
+            ("in memory", memory),
+            ("", "; ".join(held)),
+            ("", self.advice or ""),
+        ]
         # Keep a number and its unit on one line.
         joined = [f"{title:<{INDENT}}{_AFTER_NUMBER.sub(JOINT, text)}" for title, text in rows]
         lines = (line for text in joined for line in wrap(text, COLUMNS, subsequent_indent=" " * INDENT))
@@ -89,5 +109,6 @@ class DiskAccount(NamedTuple):
             "types": {one.name: {"tensors": one.num_tensors, "bytes": one.num_bytes} for one in self.on_disk.types},
             "memory_bytes": self.memory_bytes,
             "reason": self.reason,
+            "groups": {one.name: {"stored_as": one.stored_as, "bytes": one.num_bytes} for one in self.groups},
             "less_with": {} if self.other_scheme is None else {self.other_scheme: self.other_bytes},
         }

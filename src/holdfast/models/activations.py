@@ -19,6 +19,7 @@ from holdfast.kernels.geometry import (
     FUSED_DECODE_ROWS,
     GEMV_MIN_BLOCK_N,
     NUM_GATE_AMAX,
+    QUANTIZED_DECODE_ROWS,
     ROW_SCALED_BLOCK_N,
     ROW_SCALED_ROWS,
     ROW_SCALED_SPLIT_ROWS,
@@ -325,8 +326,12 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
     return None if all(name in ignored for name in names) else recipe.scheme
 
 
-def fits_fused_decode(num_rows: int) -> bool:
+def fits_fused_decode(num_rows: int, spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> bool:
     """Return True if a step of `num_rows` rows is a small batch, for a model that `takes_fused_decode`."""
+    scheme = layer_scheme(spec, recipe)
+    quantizes = scheme is not None and scheme.quantizes_activations
+    if quantizes and spec.experts is None and spec.latent is None and spec.num_ranks == 1:
+        return num_rows <= QUANTIZED_DECODE_ROWS
     return num_rows <= FUSED_DECODE_ROWS
 
 

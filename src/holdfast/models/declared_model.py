@@ -22,6 +22,7 @@ from holdfast.models.declared_weights import (
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.grouped_readers import FAMILIES
 from holdfast.models.latent_declaration import LatentDeclaration
+from holdfast.models.packed_rows import PackedAccount, Schemes, account_for, cut_group
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import (
     COMPRESSED_FORMATS,
@@ -32,7 +33,7 @@ from holdfast.quant.formats import (
     formats_of,
     kv_format,
 )
-from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
+from holdfast.quant.weight_schemes import AS_STORED, EXPANDED, WeightRecipe, WeightScheme
 
 _Made = TypeVar("_Made")
 
@@ -63,6 +64,8 @@ class DeclaredModel:
     """Other weights that a load may quantize: neither excluded nor left unquantized by the publisher."""
     on_disk: OnDisk | None = None
     """File contents by stored type, if headers have been read and store blocks (GGUF)."""
+    packed: Mapping[str, Schemes] = field(default_factory=dict)
+    """The scheme of each part of the weights that the checkpoint packs, from its headers."""
     unread_pattern: str | None = None
     """An exclusion pattern of the publisher that is not supported. With one, open weights are unknown."""
     keeps_latents: bool = False
@@ -156,12 +159,16 @@ class DeclaredModel:
     def _cut_block(self, mesh: Mesh, recipe: WeightRecipe) -> str | None:
         """Return None, or a weight of which a rank's columns, or rows of one part, end within a block."""
         first = _resized(mesh.all_layers, mesh.tensor_size)
-        if first.tensor_size == 1 or recipe.scheme is None:
+        if first.tensor_size == 1 or (recipe.scheme is None and recipe.packed == EXPANDED):
             return None
 
         def find() -> str | None:
             owns = self.remembered(("weights", first), lambda: self._stored_weights(first))
             for whole, own in zip(self.parameters(), owns, strict=True):
+                form = own.form(self.checkpoint_dtype, recipe)
+                reason = None if form is None else cut_group(form.rows, own.shape[-1], whole.shape[-1])
+                if reason is not None:
+                    return f"{own.name} would have {reason}, as it is packed"
                 scheme = own.scheme(recipe)
                 if scheme is None or not scheme.block_columns:
                     continue
@@ -185,9 +192,11 @@ class DeclaredModel:
 
     def _stored_weights(self, mesh: Mesh) -> tuple[Weight, ...]:
         weights = self.declaration.weights(mesh)
-        if not self.stored:
-            return weights
-        return tuple(weight._replace(native=self.stored.get(weight.model_name)) for weight in weights)
+        if self.stored:
+            weights = tuple(weight._replace(native=self.stored.get(weight.model_name)) for weight in weights)
+        if self.packed:
+            weights = tuple(weight._replace(packed=self.packed.get(weight.model_name, ())) for weight in weights)
+        return weights
 
     @property
     def stored_recipe(self) -> WeightRecipe | None:
@@ -201,6 +210,30 @@ class DeclaredModel:
     def review_recipe(self, recipe: WeightRecipe) -> Review:
         """Return what a recipe does to this model. An impossible recipe raises."""
         return self.remembered(("review", recipe), lambda: review_recipe(self.parameters(), recipe))
+
+    def packed_account(self, recipe: WeightRecipe) -> PackedAccount:
+        """Return what a recipe does to the weights that the checkpoint packs."""
+
+        def find() -> PackedAccount:
+            forms = [(weight.kind, weight.form(self.checkpoint_dtype, recipe)) for weight in self.parameters()]
+            return account_for([(kind, form) for kind, form in forms if form is not None], recipe)
+
+        return self.remembered(("packed", recipe), find)
+
+    def packed_shapes(self, recipe: WeightRecipe, mesh: Mesh = ALONE) -> tuple[tuple[int, int, int], ...]:
+        """Return the shapes of a rank's packed parts: rows and columns of one matrix, and rows that lie interleaved."""
+
+        def find() -> tuple[tuple[int, int, int], ...]:
+            forms = [(weight, weight.form(self.checkpoint_dtype, recipe)) for weight in self.parameters(mesh)]
+            shapes = {
+                (rows.num_rows, weight.shape[-1], rows.scheme.row_group)
+                for weight, form in forms
+                if form is not None
+                for rows in form.rows
+            }
+            return tuple(sorted(shapes))
+
+        return self.remembered(("packed shapes", recipe, mesh), find) if self.packed else ()
 
     def group_bytes(
         self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, did_you_mean
 from holdfast.memory.workspace_plan import aligned
+from holdfast.models.packed_rows import PackedForm, Schemes, packed_form
 from holdfast.models.parameters import Kind, Parameter
 from holdfast.quant.formats import bytes_for
 from holdfast.quant.weight_schemes import (
@@ -34,6 +36,10 @@ class Weight(NamedTuple):
     """A divisor of every row at which two of them meet; 0 if none do."""
     whole_name: str = ""
     """Its name in the whole model, if a stage numbers its layer differently; empty: `name`."""
+    part_rows: tuple[int, ...] = ()
+    """Rows of each of its parts (q, k, v; gate, up) in one matrix; empty if unknown."""
+    packed: Schemes = ()
+    """Schemes in which the checkpoint packs these parts; empty: in none."""
 
     @property
     def group(self) -> str:
@@ -59,6 +65,12 @@ class Weight(NamedTuple):
         # Each stacked matrix ends at the end of a block. A rank's matrices may be lower than the whole model's.
         return given.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
 
+    def form(self, dtype: str, recipe: WeightRecipe) -> PackedForm | None:
+        """Return how it is held if the checkpoint packs it; None if it does not."""
+        if not self.packed:
+            return None
+        return packed_form(self.kind, self.shape, self.part_rows, self.packed, self.dtype or dtype, recipe)
+
     @property
     def stored_scheme(self) -> WeightScheme | None:
         """The scheme in which the checkpoint stores it; None: unquantized."""
@@ -77,12 +89,20 @@ def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
         tuple(part.tensor for part in whole.parts),
         parameter.seam_rows,
         "" if whole.name == parameter.name else whole.name,
+        _part_rows(parameter),
     )
+
+
+def _part_rows(parameter: Parameter) -> tuple[int, ...]:
+    """Return the rows of each part of the first matrix. An expert has two parts at most, so few are looked at."""
+    if len(parameter.shape) < 2:
+        return ()
+    return tuple(part.num_rows for part in takewhile(lambda one: one.row_start < parameter.shape[-2], parameter.parts))
 
 
 def weight_bytes(weight: Weight, dtype: str, recipe: WeightRecipe) -> int:
     """Return the bytes of a weight in an arena, scales included."""
-    return _bytes(weight, dtype, weight.scheme(recipe))
+    return _bytes(weight, dtype, weight.scheme(recipe), weight.form(dtype, recipe))
 
 
 class WeightGroup(NamedTuple):
@@ -100,9 +120,11 @@ def weight_groups(weights: Iterable[Weight], dtype: str, recipe: WeightRecipe) -
     sizes: Counter[str] = Counter()
     kinds: dict[str, Counter[tuple[bool, str]]] = {}
     for weight in weights:
-        scheme = weight.scheme(recipe)
-        sizes[weight.group] += _bytes(weight, dtype, scheme)
+        scheme, form = weight.scheme(recipe), weight.form(dtype, recipe)
+        sizes[weight.group] += _bytes(weight, dtype, scheme, form)
         kind = (True, weight.dtype or dtype) if scheme is None else (False, scheme.name)
+        if form is not None and form.rows:
+            kind = (False, " and ".join(dict.fromkeys(rows.scheme.title for rows in form.rows)))
         kinds.setdefault(weight.group, Counter())[kind] += 1
     groups: dict[str, WeightGroup] = {}
     for name, counts in kinds.items():
@@ -111,7 +133,13 @@ def weight_groups(weights: Iterable[Weight], dtype: str, recipe: WeightRecipe) -
     return groups
 
 
-def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None) -> int:
+def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None, form: PackedForm | None) -> int:
+    if form is not None and form.rows:
+        return sum(
+            aligned(plane.num_bytes)
+            for rows in form.rows
+            for plane in rows.scheme.shaped((*weight.shape[:-2], rows.num_rows, weight.shape[-1]))
+        )
     if scheme is None:
         return aligned(bytes_for(weight.dtype or dtype, weight.shape))
     return sum(aligned(plane.num_bytes) for plane in scheme.planes(weight.shape))

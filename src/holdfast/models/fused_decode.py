@@ -32,10 +32,11 @@ from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.layers.shared_linear import GatheredLinear, SummedLinear, add_part
 from holdfast.models.decoder_layer import DecoderLayer, Norm
 from holdfast.models.model import Stream
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight | None) -> str | None:
+def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str | None:
     """Return None, or why these weights cannot: all must be plain, or all must have eight bits and row scales.
 
     `head` is None if another stage has it.
@@ -50,6 +51,8 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | Quantized
             "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"
         )
     weights = [weight for layer in layers for weight in _products(layer)]
+    if any(isinstance(weight, PackedWeight) for weight in (*weights, *_expert_weights(blocks), head)):
+        return "weights stay packed as the checkpoint stores them"
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
     if isinstance(head, QuantizedWeight) and (plain == len(weights) or not takes_weight(head)):
@@ -63,7 +66,11 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | Quantized
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _products(layer: DecoderLayer[Any]) -> list[torch.Tensor | QuantizedWeight]:
+def _expert_weights(blocks: Sequence[object]) -> list[AnyWeight]:
+    return [weight for block in blocks if isinstance(block, ExpertLayer) for weight in (block.gate_up, block.down)]
+
+
+def _products(layer: DecoderLayer[Any]) -> list[AnyWeight]:
     products = [*layer.attention.products]
     if isinstance(layer.mlp, GatedMLP):
         products += [layer.mlp.gate_up, layer.mlp.down]
@@ -77,7 +84,7 @@ class FusedDecode:
         self,
         layers: Sequence[DecoderLayer[Any]],
         final_norm: Norm | None,
-        head: torch.Tensor | QuantizedWeight | None,
+        head: AnyWeight | None,
         scratch: SmallBatchScratch,
     ) -> None:
         """Norm and head are None if another stage has them."""

@@ -30,7 +30,7 @@ from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.weight_schemes import WeightRecipe
 
 log = get_logger(__name__)
@@ -56,7 +56,7 @@ class StepWorkspace:
         dtype: str,
         recipe: WeightRecipe,
         exchange: Exchange | None = None,
-        embed_VE: torch.Tensor | QuantizedWeight | None = None,
+        embed_VE: AnyWeight | None = None,
     ) -> None:
         self._spec = spec
         self._exchange = exchange
@@ -151,7 +151,7 @@ class LayerStack(StepWorkspace):
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Compute float32 logits [R, V], valid until the workspace is used again; none before the last stage."""
-        if self.fused is not None and batch.logits is None and activations.fits_fused_decode(len(batch.token_ids_T)):
+        if self.fused is not None and batch.logits is None and self._fits_fused_decode(len(batch.token_ids_T)):
             return self.fused_logits(batch, plan, self.fused)
         hidden_RH = self.hidden(batch, plan)
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
@@ -164,6 +164,9 @@ class LayerStack(StepWorkspace):
             return self._send(stream)
         head = self.acquire(activations.head_request(self._spec, len(batch.token_ids_T), self._dtype))
         return fused.logits(rows, head["logits"])
+
+    def _fits_fused_decode(self, num_rows: int) -> bool:
+        return activations.fits_fused_decode(num_rows, self._spec, self._recipe)
 
     def fused_decode_declined(self) -> str | None:
         """Return None, or why the loaded weights cannot take the fused decode path."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
-from holdfast.memory.on_disk import DiskAccount
+from holdfast.memory.on_disk import DiskAccount, HeldGroup
 from holdfast.planning.alternatives import advice, context_note, list_alternatives, plan_changes
 from holdfast.planning.fit import RunnerPlan, plan_resolved
 from holdfast.planning.kv_ladder import choose_kv
@@ -41,6 +41,12 @@ def disk_account(resolved: Resolved, mesh: Mesh | None = None) -> DiskAccount | 
     memory_bytes = declared.weight_bytes(resolved.dtype, recipe, mesh)
     if recipe.scheme is not None:
         return DiskAccount(declared.on_disk, memory_bytes, resolved.dtype, recipe.scheme.name)
+    account = resolved.packed_account
+    if account.num_kept:
+        groups = declared.group_bytes(resolved.dtype, recipe, mesh).items()
+        held = tuple(HeldGroup(name, group.stored_as, group.num_bytes) for name, group in groups)
+        kept = DiskAccount(declared.on_disk, memory_bytes, resolved.dtype, None, kept=account.summary)
+        return kept._replace(groups=held)
     other = with_stored_embedding(replace(recipe, scheme=INT8), declared)
     other_bytes = declared.weight_bytes(resolved.dtype, other, mesh)
     return DiskAccount(declared.on_disk, memory_bytes, resolved.dtype, None, INT8.name, other_bytes)

@@ -15,12 +15,14 @@ from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, 
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
+from holdfast.families.grouped.declarations import declined_lane
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.declaration import HeadGeometry
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import BEFORE
+from holdfast.models.packed_rows import PackedAccount
 from holdfast.planning.exactness import refuse_inequality, refuse_variant_weights
 from holdfast.planning.protected_layers import ProtectedLayers, choose_protected, listed
 from holdfast.planning.target import Target
@@ -29,7 +31,7 @@ from holdfast.quant.formats import (
     KVFormat,
     index_dtype_beside,
 )
-from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
+from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, PackedPolicy, WeightRecipe, WeightScheme
 
 CPU_KV_BYTES = 1024**3
 KV_IS_GIVEN = "kv_cache_memory"
@@ -164,7 +166,13 @@ class Resolved:
 
     @property
     def enforce_eager(self) -> bool:
-        return self.request.config.enforce_eager
+        """Never capture graphs: by the option, or because the reference multiplies packed weights, which allocates."""
+        by_reference = self.target.kind == "cuda" and bool(self.packed_account.by_reference)
+        return self.request.config.enforce_eager or by_reference
+
+    @property
+    def packed_account(self) -> PackedAccount:
+        return self.declared.packed_account(self.recipe)
 
     @property
     def is_invariant(self) -> bool:
@@ -339,9 +347,11 @@ class Resolved:
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
         spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
-        if not self.near_tokens or not isinstance(spec, GroupedAttentionSpec):
+        if not isinstance(spec, GroupedAttentionSpec):
             return spec
-        return replace(spec, near=self._near_spec(layer, heads))
+        near = self._near_spec(layer, heads) if self.near_tokens else None
+        has_lane = declined_lane(spec, self.target.capability, self.is_invariant) is None
+        return replace(spec, near=near, has_lane=has_lane)
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention of every layer; empty if the model stores something else."""
@@ -609,10 +619,11 @@ def choose_recipe(
     if model.stored_recipe is not None:
         return _as_stored(recipe, model.stored_recipe, model, target)
     if recipe.scheme is None:
+        recipe, packed = choose_packed(recipe, config, model, target)
         if recipe.embeddings == WeightRecipe().embeddings:
-            return recipe, ()
+            return recipe, packed
         reason = "given, but nothing is quantized without quantization"
-        return recipe, (Choice("quantized_embeddings", recipe.embeddings, reason),)
+        return recipe, (*packed, Choice("quantized_embeddings", recipe.embeddings, reason))
     scheme = recipe.scheme.name
     declined = unsupported_scheme(recipe.scheme, target)
     if declined is not None:
@@ -631,6 +642,36 @@ def choose_recipe(
         choices.append(Choice("quantized_embeddings", recipe.embeddings, reason))
     idle = "given, but what it matches is never quantized"
     return recipe, (*choices, *(Choice("quantization_ignore", pattern, idle) for pattern in found.idle))
+
+
+def choose_packed(
+    recipe: WeightRecipe, config: EngineConfig, model: DeclaredModel, target: Target
+) -> tuple[WeightRecipe, tuple[Choice, ...]]:
+    """Settle which weights stay packed as the checkpoint stores them, and say why others are expanded."""
+    if not model.packed:
+        return recipe, ()
+    keeps = {None: "with_kernel", "as_stored": "all", "expanded": "none"}[config.packed_weights]
+    recipe = replace(recipe, packed=PackedPolicy(keeps, target.kind))  # type: ignore[arg-type]  # one of its values
+    account = model.packed_account(recipe)
+    if config.packed_weights is not None:
+        weights = Choice("packed_weights", config.packed_weights, f"given: {account.summary}")
+    else:
+        weights = Choice("packed_weights", "as_stored" if account.num_kept else "expanded", account.summary)
+    activations = choose_packed_activations(config, account)
+    recipe = replace(recipe, packed=recipe.packed._replace(activations=activations.value))
+    return recipe, (weights, activations) if activations.reason else (weights,)
+
+
+def choose_packed_activations(config: EngineConfig, account: PackedAccount) -> Choice:
+    """Choose the activations of products with packed weights; without a reason there is nothing to choose."""
+    name, given = "packed_activations", config.packed_activations
+    if not account.takes_int8:
+        return Choice(name, "full", "given, but no kernel here takes 8-bit activations" if given == "int8" else "")
+    if given != "auto":
+        return Choice(name, given, "given")
+    if config.dtype == "float32":
+        return Choice(name, "full", "dtype=float32 is given")
+    return Choice(name, "int8", "a CPU multiplies blocks of codes by 8-bit activations several times faster")
 
 
 def with_stored_embedding(recipe: WeightRecipe, model: DeclaredModel) -> WeightRecipe:

@@ -152,9 +152,10 @@ def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec | None:
 
 
 def _is_fused(resolved: Resolved, spec: ModelSpec | None, load: StepLoad) -> bool:
-    if spec is None or resolved.is_invariant or load.prompt_rows or not fits_fused_decode(load.rows):
+    if spec is None or resolved.is_invariant or load.prompt_rows:
         return False
-    return takes_fused_decode(spec, resolved.dtype, resolved.target.kind, resolved.recipe)
+    takes = takes_fused_decode(spec, resolved.dtype, resolved.target.kind, resolved.recipe)
+    return takes and fits_fused_decode(load.rows, spec, resolved.recipe)
 
 
 def _layer_seconds(spec: ModelSpec | None, rates: Rates, is_fused: bool, rows: int) -> float:

@@ -19,6 +19,7 @@ from holdfast.families.choose import choose_declaration
 from holdfast.families.grouped.declarations import key_bias_terms, sink_terms
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
+from holdfast.kernels.packed_kernels import LANE, piece_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
@@ -355,7 +356,7 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     rows = limits.max_num_batched_tokens, logit_rows, limits.max_model_len
     step = StepShape(*rows, resolved.dtype, kind, resolved.recipe)
-    requests = declared.declaration.requests(step, mesh, scratch)
+    requests = (*declared.declaration.requests(step, mesh, scratch), *_packed_requests(resolved))
     workspace = WorkspacePlan()
     for request in requests:
         workspace.reserve(request.owner, request.specs, request.lane)
@@ -378,6 +379,13 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
     if exchange is not None:
         terms += exchange_terms(exchange, mesh, resolved.exchange_kind)
     return Needs(declaration, requests, workspace, tuple(terms), exchange)
+
+
+def _packed_requests(resolved: Resolved) -> tuple[Request, ...]:
+    """Return the request for a piece of dequantized rows; empty if no weight stays packed."""
+    shapes = resolved.declared.packed_shapes(resolved.recipe, resolved.mesh)
+    specs = piece_specs(shapes, resolved.dtype, resolved.target.kind)
+    return (Request(LANE, "packed rows", specs),) if specs else ()
 
 
 def exchange_needs(resolved: Resolved) -> ExchangeNeeds | None:

@@ -122,6 +122,20 @@ def find_scheme(value: object, name: str = "quantization") -> WeightScheme | Non
     return scheme
 
 
+PackedActivations = Literal["int8", "full"]
+"""Activations of a product with packed weights: 8-bit codes with a scale for every 32 columns, or as they are."""
+
+
+class PackedPolicy(NamedTuple):
+    """Which weights that a checkpoint stores in blocks of few bits stay as they are stored."""
+
+    keeps: Literal["none", "with_kernel", "all"] = "none"
+    """None: every block is expanded; those that a kernel of the device multiplies; all, some through the reference."""
+    device_kind: str = "cpu"
+    activations: PackedActivations = "full"
+
+
+EXPANDED = PackedPolicy()
 QuantizedEmbeddings = Literal["none", "head", "all"]
 EMBEDDING_CHOICES: tuple[QuantizedEmbeddings, ...] = ("none", "head", "all")
 """none: neither head nor embedding; head: the head, even if it is the embedding (tied); all: both."""
@@ -140,6 +154,8 @@ class WeightRecipe:
     """Differs only if a checkpoint stores its head in another scheme."""
     expert_scheme: WeightScheme | None = None
     """The scheme of experts, if a checkpoint stores them differently; None: the same."""
+    packed: PackedPolicy = EXPANDED
+    """Applies if nothing is quantized: a recipe with a scheme quantizes expanded rows again."""
 
     def __post_init__(self) -> None:
         if self.embeddings not in EMBEDDING_CHOICES:

@@ -1,7 +1,7 @@
 """Assembly: pages, workspace, attention, model and runner of a plan over loaded weights, each byte in the ledger."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from holdfast.families.grouped.key_bias import SplitBiases, key_bias_norms, spli
 from holdfast.families.grouped.sinks import copy_sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.latent.rotation import fold_rotation
+from holdfast.kernels.packed_kernels import LANE
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
@@ -29,7 +30,7 @@ from holdfast.observability.log import get_logger
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.protected_layers import by_key_bias, listed
 from holdfast.planning.terms import PROCESS_OWNER, TOKENIZER_OWNER
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.key_scale import make_scales, scale_keys
 from holdfast.runner.pooled_rows import PooledRows
@@ -45,7 +46,7 @@ HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS
 """Owners without a tensor of ours. The ledger books their planned bytes; the report adds the device's own total."""
 MakeBackend = Callable[[BackendDeclaration, Sequence[Any], PageStorage, BackendInputs], AttentionBackend]
 """Replaces `build_backend`, for measurements."""
-Weights = Mapping[str, torch.Tensor | QuantizedWeight]
+Weights = Mapping[str, AnyWeight]
 
 
 def num_sms(device: torch.device) -> int:
@@ -107,7 +108,7 @@ class Assembly:
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
             spec,
-            {**self.weights, **biases.qkv, **self._folded_weights()},
+            {**in_room(self.weights, workspace, plan), **biases.qkv, **self._folded_weights()},
             backend,
             rope,
             workspace,
@@ -257,6 +258,15 @@ class Assembly:
         if biases.qkv:
             self.ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
         return biases
+
+
+def in_room(weights: Weights, workspace: Workspace, plan: RunnerPlan) -> dict[str, AnyWeight]:
+    """Return the weights with the workspace lane of packed products, and the type of their activations."""
+    room_X, activations = workspace.lanes.get(LANE), plan.resolved.recipe.packed.activations
+    return {
+        name: replace(weight, room=room_X, activations=activations) if isinstance(weight, PackedWeight) else weight
+        for name, weight in weights.items()
+    }
 
 
 def copy_cache(

@@ -111,7 +111,7 @@ def build_runner(
             build.connect(*connect(plan, ledger, build.row_sizes))
         on_prepare(Preparing(ALLOCATING, 0, 0))
         runner = build.assemble()
-        build.capture(runner, config.enforce_eager, on_prepare)
+        build.capture(runner, plan.resolved.enforce_eager, on_prepare)
         profile.end("capture")
     except BaseException as error:
         # The frames of the error still name tensors, and the caller may keep the error.

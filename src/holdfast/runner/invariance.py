@@ -26,6 +26,7 @@ from holdfast.observability.log import get_logger
 from holdfast.planning.exactness import row_sizes
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 log = get_logger(__name__)
@@ -176,9 +177,7 @@ def refuse_unequal_shares(
     torch.cuda.empty_cache()
 
 
-def multiply_like_whole(
-    weights: MutableMapping[str, torch.Tensor | QuantizedWeight], whole: Mapping[str, tuple[int, ...]]
-) -> None:
+def multiply_like_whole(weights: MutableMapping[str, AnyWeight], whole: Mapping[str, tuple[int, ...]]) -> None:
     """Let kernels choose the forms of quantized shares by the rows of the whole weights."""
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight) and weight.shape != whole.get(name, weight.shape):

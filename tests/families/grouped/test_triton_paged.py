@@ -143,11 +143,12 @@ def test_batch_invariant_cuts_at_real_shapes_change_no_bit(device, kv_dtype, win
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(64, 8, 128), (14, 2, 64), (8, 8, 80), (8, 1, 256)]
+    ("num_heads", "num_kv_heads", "head_dim", "dtype"),
+    [(64, 8, 128, torch.bfloat16), (14, 2, 64, torch.float16), (8, 8, 80, torch.bfloat16), (8, 1, 256, torch.float16)],
+    ids=str,
 )
-def test_half_precision_on_a_gpu(device, dtype, num_heads, num_kv_heads, head_dim):
+def test_half_precision_on_a_gpu(device, num_heads, num_kv_heads, head_dim, dtype):
     kv_dtype = str(dtype).removeprefix("torch.")
     geometry = Geometry(num_heads, num_kv_heads, head_dim, 16, (None,), kv_dtype, dtype, 4096, device)
     check_rows(geometry, [1, 65, 700, 400, 520], [1, 65, 1, 200, 2], num_sms=132)

@@ -18,7 +18,7 @@ from holdfast.kernels.attention.quantized_attention import (
     quantized_geometry,
 )
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS
-from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.kv_quantize import rotation_table
 from kernels.exactness import random, same_bits

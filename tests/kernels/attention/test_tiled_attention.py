@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
+from holdfast.kernels.attention.tile_work import TileCall, TileWork
 from holdfast.kernels.attention.tiled_attention import (
     SMALL_BATCH_ROWS,
     SMALL_TILE,
-    TileCall,
-    TileWork,
     large_blocks,
     small_programs,
     tile_rows,

@@ -51,7 +51,8 @@ from red_zones import RedZones
 # A block of which all is NaN is right where a row is.
 pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")]
 
-ROWS = pytest.mark.parametrize("num_rows", [1, 17, 32, 33, 64, 65, 128], ids=lambda count: f"{count} rows")
+HOPPER_SHARED = 227 * 1024
+ROWS = pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64, 65, 128], ids=lambda count: f"{count} rows")
 SPLIT = pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 KINDS = pytest.mark.parametrize("kind", sorted(REFERENCES))
 
@@ -266,7 +267,26 @@ def test_row_scaled_splits_follow_the_shape_and_are_never_empty(size_n, size_k):
     assert (splits - 1) * of_split < k_blocks <= splits * of_split
     assert splits == 1 or (of_split >= 3 and splits <= 8)
     assert splits == 1 or splits * num_blocks <= 2 * 132
-    assert num_stages(32, num_blocks * splits) in (4, 6)
+    assert num_stages(32, num_blocks * splits, False, HOPPER_SHARED) in (4, 6)
+
+
+@given(num_programs=st.integers(1, 2000), gated=st.booleans(), shared=st.sampled_from([HOPPER_SHARED, 99 * 1024]))
+def test_row_scaled_stages_of_few_rows_let_all_programs_run_at_once(num_programs, gated, shared):
+    """If there is room for three stages each; a program alone never takes more than there is."""
+    stages = num_stages(16, num_programs, gated, shared)
+    num_bytes = stages * (144 if gated else 80) * 128
+    assert 3 <= stages <= 10
+    assert num_bytes <= shared
+    assert stages == 3 or -(-num_programs // 132) * (num_bytes + 1024) <= shared
+    more = num_bytes // stages * (stages + 1)
+    assert stages == 10 or -(-num_programs // 132) * (more + 1024) > shared
+
+
+def test_row_scaled_stages_of_qwen3_32b_are_known():
+    """qkv, o, gate and up, down, with their programs."""
+    programs = ((160, False), (160, False), (400, True), (240, False))
+    for block_m, expected in ((16, [10, 10, 3, 10]), (32, [6, 6, 4, 6]), (64, [6, 6, 4, 6]), (128, [4, 4, 4, 4])):
+        assert [num_stages(block_m, *one, HOPPER_SHARED) for one in programs] == expected
 
 
 def test_row_scaled_splits_of_qwen3_32b_are_known():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from for_each import for_each
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference, latent_blocks
 from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,

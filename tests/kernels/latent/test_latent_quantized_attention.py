@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_attention import coded_blocks, latent_attention
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, read_latents, store_latents
 from kernels.exactness import same_bits

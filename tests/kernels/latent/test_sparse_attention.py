@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_attention import (
     latent_attention_reference,
     sparse_attention,

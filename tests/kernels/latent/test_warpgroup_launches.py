@@ -13,7 +13,7 @@ import torch
 
 from holdfast.kernels import operation
 from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import (
     compressed_warpgroups,

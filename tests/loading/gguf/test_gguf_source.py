@@ -11,6 +11,8 @@ from holdfast.loading.gguf import source as gguf_source
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.gguf.source import GGUFSource, hugging_face_name
 from holdfast.loading.sources.source import read_rows
+from holdfast.quant.packed_values import dequantize_rows
+from loading.packed_reads import read_part
 
 gguf = pytest.importorskip("gguf")
 
@@ -262,3 +264,17 @@ def test_gguf_source_rotary_tables_are_ignorable(tmp_path):
 )
 def test_hugging_face_name_of_each_gguf_tensor(theirs, ours):
     assert hugging_face_name(theirs) == ours
+
+
+def test_source_planes_of_blocks_equal_the_values(stored):
+    kind, expected, source = stored
+    for name, values_RK in expected.items():
+        scheme = source.entries[name].packed
+        assert (scheme is not None) == (kind not in NATIVE and values_RK.dim() > 1), f"{name} in {kind}"
+        if scheme is None:
+            continue
+        num_rows, num_columns = values_RK.shape
+        for rows, columns in (((0, num_rows), (0, num_columns)), ((3, num_rows - 1), (0, scheme.unit_columns))):
+            part = read_part(source, name, scheme, rows, columns)
+            found = dequantize_rows(part, 0, (0, part.num_rows), torch.full(part.shape, 7.0))
+            assert torch.equal(found, values_RK[slice(*rows), slice(*columns)]), f"{name} in {kind}: {rows}, {columns}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from for_each import for_each
-from holdfast.loading.packed import source as packed_source
+from holdfast.loading.packed import tiles as packed_tiles
 from holdfast.loading.packed.settings import read_packed
 from holdfast.loading.packed.source import PackedSource, expand_packed
 from holdfast.loading.sources.source import RowRead, read_rows
@@ -152,8 +152,8 @@ def test_packed_source_fp8_blocks_of_rows_count_from_the_first_row() -> None:
 
 @pytest.mark.parametrize(("step", "tile"), [(32, 8), (96, 20), (700, 36)])
 def test_packed_source_small_steps_give_equal_values(monkeypatch: pytest.MonkeyPatch, step: int, tile: int) -> None:
-    monkeypatch.setattr(packed_source, "STEP_ELEMENTS", step)
-    monkeypatch.setattr(packed_source, "SCALES_PER_TILE", tile)
+    monkeypatch.setattr(packed_tiles, "STEP_ELEMENTS", step)
+    monkeypatch.setattr(packed_tiles, "SCALES_PER_TILE", tile)
     for case in ("awq", "gptq-v1", "gptq-order", "int4-asym", "int4-order", "nvfp4", "fp8-block"):
         source, made = packed(case, 24, 192)
         assert same(read_rows(source, NAME, 0, 24), made.weight), case
@@ -248,9 +248,9 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["awq", "gptq-v1", "gptq-order", "int4-order", "nvfp4", "int8-rows-asym", "fp8-block"])
 def test_packed_source_scratch_is_at_most_the_stated_bytes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_source, "STEP_ELEMENTS", 2**12)
-    monkeypatch.setattr(packed_source, "SCALES_PER_TILE", 2**10)
-    monkeypatch.setattr(packed_source, "WHOLE_BYTES", 2**12)
+    monkeypatch.setattr(packed_tiles, "STEP_ELEMENTS", 2**12)
+    monkeypatch.setattr(packed_tiles, "SCALES_PER_TILE", 2**10)
+    monkeypatch.setattr(packed_tiles, "WHOLE_BYTES", 2**12)
     source, _ = packed(case, 96, 1536)
     inner = source._source
     assert isinstance(inner, TensorSource)
@@ -265,13 +265,13 @@ def test_packed_source_scratch_is_at_most_the_stated_bytes(case: str, monkeypatc
 
 @pytest.mark.parametrize("case", ["awq", "gptq-v1", "gptq-order", "gptq-v2-8bit", "int4", "nvfp4", "fp8-tensor"])
 def test_tiles_cover_a_read_once_within_their_bounds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_source, "STEP_ELEMENTS", 2**11)
-    monkeypatch.setattr(packed_source, "SCALES_PER_TILE", 2**9)
+    monkeypatch.setattr(packed_tiles, "STEP_ELEMENTS", 2**11)
+    monkeypatch.setattr(packed_tiles, "SCALES_PER_TILE", 2**9)
     source, _ = packed(case, 96, 576)
     matrix = source._matrices[NAME]
     for rows, columns in (((0, 96), (0, 576)), ((5, 90), (40, 500))):
         covered = torch.zeros(96, 576, dtype=torch.int32)
-        for tile_rows, steps in packed_source.tiles(matrix, rows, columns, matrix.num_groups):
+        for tile_rows, steps in packed_tiles.tiles(matrix, rows, columns, matrix.num_groups):
             assert (tile_rows[1] - tile_rows[0]) * matrix.num_groups <= 2**9, case
             for step in steps:
                 covered[slice(*tile_rows), slice(*step)] += 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast.attention.declarations import (
+    HALF_PRECISION,
     AttentionSpec,
     BackendDeclaration,
     StepBounds,
@@ -16,7 +17,19 @@ from holdfast.attention.declarations import (
     unsupported_pages,
 )
 from holdfast.families.grouped.spec import GroupedAttentionSpec
-from holdfast.kernels.geometry import LARGE_TILE, QUANTIZED_LARGE_TILE, TILE_FIELDS, key_bias_spec, key_turns_specs
+from holdfast.kernels.geometry import (
+    BLOCK_TOKENS,
+    LANE_TILE,
+    LARGE_TILE,
+    QUANTIZED_LARGE_TILE,
+    TILE_FIELDS,
+    LaneGeometry,
+    key_bias_spec,
+    key_turns_specs,
+    lane_block_bytes,
+    lane_geometry,
+    lane_list_numbers,
+)
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, bytes_for
@@ -25,6 +38,8 @@ QUANTIZED_HEADS = 16
 """Quantized heads are multiples of this."""
 CODE_TABLE_BYTES = {8: 0, 5: 1024 * 8, 4: 256 * 8, 3: 4096 * 16}
 """Tables of plain torch by bits: two coordinates for every 8 or 10 bits, or four for every 12 bits, in float32."""
+LANE_CAPABILITY, LANE_HEAD_DIMS = 9, (64, 256)
+"""Compute capability and head dims of the kernel that reads the lane: Hopper's warpgroups."""
 MAX_MASK_ROWS = 128
 MASK_ELEMENTS = 2**22
 """Most elements of plain torch's mask template: block rows x context. Longer contexts take lower blocks."""
@@ -79,6 +94,7 @@ class TritonPagedDeclaration(BackendDeclaration):
         return (
             Term("attention/tiles", list_bytes, f"{num_list_tiles} tiles of a step's work, in {num_lists} lists"),
             Term("attention/rows", row_bytes, "where each row's partial results lie"),
+            *lane_terms(specs, bounds),
             *rotation_terms(specs),
         )
 
@@ -121,11 +137,14 @@ class TileKind(NamedTuple):
     key_bits: int | None
     """None: plain pages."""
     value_bits: int | None
+    lane_dim: int = 0
+    """Head dim of layers whose prompts may read the lane; 0: they do not."""
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "TileKind":
         kv_format = spec.cache.format
-        return cls(spec.num_heads, spec.cache.num_kv_heads, kv_format.key_bits, kv_format.value_bits)
+        lane_dim = spec.cache.head_dim if isinstance(spec, GroupedAttentionSpec) and spec.has_lane else 0
+        return cls(spec.num_heads, spec.cache.num_kv_heads, kv_format.key_bits, kv_format.value_bits, lane_dim)
 
 
 def tile_kinds(specs: Sequence[AttentionSpec]) -> tuple[TileKind, ...]:
@@ -169,6 +188,56 @@ def least_tile_rows(kind: TileKind) -> int:
     """Return the fewest rows that a large tile takes."""
     height = LARGE_TILE if kind.key_bits is None else QUANTIZED_LARGE_TILE
     return max(1, height // (kind.num_heads // kind.num_kv_heads))
+
+
+def declined_lane(spec: AttentionSpec, capability: tuple[int, int] | None, batch_invariant: bool) -> str | None:
+    """Return why prompts do not read a layer's pages through the lane, or None: the layer, the GPU, the settings."""
+    cache, group = spec.cache, spec.num_heads // spec.cache.num_kv_heads
+    if not cache.format.is_quantized:
+        return "its pages are plain"
+    if batch_invariant:
+        return "graphs do without the lane, and a row may not depend on its step"
+    if capability is None or capability[0] != LANE_CAPABILITY or spec.dtype not in HALF_PRECISION:
+        return f"it runs in half precision on GPUs of compute capability {LANE_CAPABILITY}, not on {capability}"
+    if not LANE_HEAD_DIMS[0] <= cache.head_dim <= LANE_HEAD_DIMS[1] or cache.head_dim % QUANTIZED_HEADS:
+        low, high = LANE_HEAD_DIMS
+        return f"head_dim is {cache.head_dim}, and a multiple of {QUANTIZED_HEADS} from {low} to {high} is computed"
+    if group > LANE_TILE:
+        return f"{group} query heads share a key head, {LANE_TILE} may"
+    if spec.has_key_bias:
+        return "its pages hold keys without their bias"
+    return None if spec.scale > 0 else f"the scale of scores is {spec.scale}, and maxima are taken before it"
+
+
+def lane_of_kind(kind: TileKind, max_model_len: int, bounds: StepBounds, near: int = 0) -> LaneGeometry | None:
+    """Return the lane of layers of a kind; no larger than the largest step can need."""
+    if not kind.lane_dim:
+        return None
+    num_seqs = min(bounds.max_num_seqs, bounds.max_num_rows)
+    most_blocks = num_seqs * (-(-max_model_len // BLOCK_TOKENS) + 1)
+    if near:
+        most_blocks += bounds.max_num_rows // BLOCK_TOKENS + 2 * num_seqs
+    return lane_geometry(kind.num_heads, kind.num_kv_heads, kind.lane_dim, most_blocks)
+
+
+def lane_bytes(specs: Sequence[AttentionSpec], bounds: StepBounds) -> int:
+    """Count the rows of the lane, one for all layers; 0: no prompt reads it."""
+    near, num_bytes = near_block(specs), 0
+    for kind in tile_kinds(specs):
+        lane = lane_of_kind(kind, specs[0].max_model_len, bounds, near)
+        if lane is not None:
+            num_bytes = max(num_bytes, lane.num_blocks * lane_block_bytes(kind.lane_dim))
+    return num_bytes
+
+
+def lane_terms(specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+    """Declare the lane that prompts read quantized pages through, and the lists of what lies there."""
+    num_lists = sum(kind.lane_dim > 0 for kind in tile_kinds(specs)) * len({spec.window for spec in specs})
+    if not num_lists:
+        return ()
+    list_bytes = num_lists * bytes_for("int32", (lane_list_numbers(bounds.max_num_seqs),))
+    reason = "tokens that prompts read from quantized pages, some heads at a time"
+    return (Term("attention/lane", lane_bytes(specs, bounds) + list_bytes, reason),)
 
 
 def mask_rows(max_model_len: int) -> int:

@@ -15,9 +15,9 @@ import torch
 from holdfast.distributed.exchange import Exchange
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
-Weights = Mapping[str, torch.Tensor | QuantizedWeight]
+Weights = Mapping[str, AnyWeight]
 
 
 class SplitBiases(NamedTuple):

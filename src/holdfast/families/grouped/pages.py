@@ -19,13 +19,16 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
+from holdfast.kernels.attention.lane_rows import Lane
 from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
+from holdfast.kernels.attention.tile_work import TileCall
 from holdfast.kernels.attention.tiled_attention import (
-    LARGE_PROGRAMS_PER_SM,
     SMALL_BATCH_ROWS,
-    TileCall,
+    TRITON_TILES,
+    LargeKernel,
+    choose_large_kernel,
     small_programs,
     tile_rows,
     tiled_attention,
@@ -239,10 +242,18 @@ def _value_quads_of_3_bits() -> torch.Tensor:
 class PlainPages:
     """A plane of keys and one of values, [slots, K, D]."""
 
-    def __init__(self, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int, group: int = 0) -> None:
+    def __init__(
+        self,
+        k_plane_SKD: torch.Tensor,
+        v_plane_SKD: torch.Tensor,
+        page_tokens: int,
+        group: int = 0,
+        large: LargeKernel = TRITON_TILES,
+    ) -> None:
         self.planes = (k_plane_SKD, v_plane_SKD)
         self._page_tokens = page_tokens
         self._group = group
+        self.large = large
 
     def write(
         self,
@@ -262,7 +273,8 @@ class PlainPages:
             small_rows=tile_rows(num_heads, num_kv_heads, large=False),
             large_rows=tile_rows(num_heads, num_kv_heads, large=True),
             small_programs_per_sm=small_programs(SMALL_BATCH_ROWS + 1)[0],
-            large_programs_per_sm=LARGE_PROGRAMS_PER_SM,
+            large_programs_per_sm=self.large.programs_per_sm,
+            large_block_tokens=self.large.block_tokens,
             block_tokens=BLOCK_TOKENS,
             small_batch_rows=SMALL_BATCH_ROWS,
             small_batch_programs_per_sm=small_programs(SMALL_BATCH_ROWS)[0],
@@ -271,7 +283,7 @@ class PlainPages:
     def attend_tiles(self, call: TileCall, near_table_NP: torch.Tensor | None = None) -> None:
         """Attend with all rows of a step, on a GPU."""
         assert near_table_NP is None, "plain pages are exact already"
-        tiled_attention(call, *self.planes, self._page_tokens)
+        tiled_attention(call, *self.planes, self._page_tokens, self.large)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Return queries in the layout of the keys that `read` returns."""
@@ -311,6 +323,8 @@ class QuantizedPages:
         self._reader = reader
         self._group = group
         self._near = near
+        self.lane: Lane | None = None
+        """What prompts read instead of the pages, if the step lists them."""
 
     def write(
         self,
@@ -341,7 +355,7 @@ class QuantizedPages:
             near = NearPages(
                 k_plane_SKD, v_plane_SKD, near_table_NP, spec.page_tokens, spec.block_tokens, spec.first_tokens
             )
-        quantized_attention(call, self.planes, near)
+        quantized_attention(call, self.planes, near, self.lane)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Return queries in the layout of the keys that `read` returns: coordinates in the keys' order."""
@@ -440,7 +454,7 @@ class GroupedBackend(AttentionBackend):
         self.pages: tuple[PlainPages | QuantizedPages, ...] = tuple(
             self._quantized(layer, storage, k_mean_KD, is_read)
             if spec.cache.format.is_quantized
-            else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens, spec.group)
+            else self._plain(layer, storage)
             for layer, (spec, k_mean_KD) in enumerate(zip(specs, means, strict=True))
         )
         """By layer."""
@@ -476,6 +490,12 @@ class GroupedBackend(AttentionBackend):
         if sinks := [sinks_H for sinks_H in self._sinks if sinks_H is not None]:
             held["attention/sinks"] = sum(sinks_H.nbytes for sinks_H in sinks)
         return held
+
+    def _plain(self, layer: int, storage: PageStorage) -> PlainPages:
+        spec, page_tokens = self._specs[layer], storage.spec.page_tokens
+        k_plane_SKD = storage.plane(layer, "k")
+        large = choose_large_kernel(k_plane_SKD, page_tokens, spec.num_heads, spec.scale)
+        return PlainPages(k_plane_SKD, storage.plane(layer, "v"), page_tokens, spec.group, large)
 
     def _quantized(
         self, layer: int, storage: PageStorage, k_mean_KD: torch.Tensor | None, is_read: bool

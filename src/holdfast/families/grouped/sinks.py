@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.families.grouped.spec import GroupedAttentionSpec
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
 
 def sinks_name(layer: int) -> str:
@@ -17,7 +17,7 @@ def sinks_name(layer: int) -> str:
 
 
 def copy_sinks(
-    weights: Mapping[str, torch.Tensor | QuantizedWeight], specs: Sequence[GroupedAttentionSpec]
+    weights: Mapping[str, AnyWeight], specs: Sequence[GroupedAttentionSpec]
 ) -> tuple[torch.Tensor | None, ...]:
     """Copy the sinks of each layer that has them; None for the others.
 
@@ -36,6 +36,6 @@ def copy_sinks(
     return tuple(found)
 
 
-def _plain(sinks: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+def _plain(sinks: AnyWeight) -> torch.Tensor:
     assert isinstance(sinks, torch.Tensor), "sinks are quantized"
     return sinks

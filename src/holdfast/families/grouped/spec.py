@@ -30,6 +30,8 @@ class GroupedAttentionSpec(AttentionSpec):
     """One logit per query head joins every softmax, in the denominator alone."""
     near: NearSpec | None = None
     """Tokens that are exact beside quantized pages; None: every token is read as stored."""
+    has_lane: bool = False
+    """True if prompts may read quantized pages through the lane (kernels/attention/lane_rows.py)."""
 
     @property
     def key_part(self) -> slice:

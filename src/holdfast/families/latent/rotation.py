@@ -17,7 +17,7 @@ import torch
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.quant.kv_quantize import hadamard_block, hadamard_signs
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.packed_weight import AnyWeight
 
 FOLDED_ROWS = 512
 """Rows that are rotated together, in float32 beside the weight. No plan has a line for this copy, so it is small."""
@@ -34,7 +34,7 @@ def o_a_name(layer: int) -> str:
 
 
 def fold_rotation(
-    weights: Mapping[str, torch.Tensor | QuantizedWeight], specs: Sequence[AttentionSpec], is_shared: bool
+    weights: Mapping[str, AnyWeight], specs: Sequence[AttentionSpec], is_shared: bool
 ) -> dict[str, torch.Tensor]:
     """Fold kv_b or o_a of every layer with rotated latents: in place, or as copies if other runners read the weights."""
     folded: dict[str, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.declarations import latent_heads_at_once, latent_partials, latent_parts, max_latent_tiles
 from holdfast.families.latent.pages import LatentBackend
 from holdfast.families.latent.spec import LatentAttentionSpec
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
 from holdfast.kernels.latent.latent_planes import LatentCall

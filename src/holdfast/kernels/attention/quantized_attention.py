@@ -43,6 +43,8 @@ from holdfast.kernels.attention.key_bias import (
     query_waves,
     turned_waves,
 )
+from holdfast.kernels.attention.lane_rows import Lane, LaneSource
+from holdfast.kernels.attention.lane_warpgroups import attend_by_lane
 from holdfast.kernels.attention.near_tokens import (
     LARGE_CHUNK,
     SMALL_CHUNK,
@@ -137,10 +139,12 @@ def row_form(num_rows: int) -> int:
     return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
-def quantized_attention(call: TileCall, planes: QuantizedPlanes, near: NearPages | None = None) -> Tensor:
+def quantized_attention(
+    call: TileCall, planes: QuantizedPlanes, near: NearPages | None = None, lane: Lane | None = None
+) -> Tensor:
     """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys.
 
-    With near pages all ranges of codes end with a block, before every row of their tile. With first tokens they may begin
+    Tiles of the lane read it (lane_warpgroups.py). With near pages all ranges of codes end with a block, before every row of their tile. With first tokens they may begin
     inside a block.
     """
     _, num_heads, head_dim = call.q_THD.shape
@@ -192,6 +196,9 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes, near: NearPages
             KEY_COLUMNS=max(16, next_power_of_two(head_dim // KEY_PARTS[planes.key_bits])),
             NUM_STAGES=large.stages, num_warps=large.warps,
         )  # fmt: skip
+    if call.work.lane is not None:
+        assert lane is not None, "the step has tiles of the lane"
+        attend_by_lane(call, LaneSource(planes, near), lane)
     if call.work.has_merge:
         heads = row_form(len(call.q_THD))
         out_THD, shape = call.out_TX.view(call.q_THD.shape), MergeShape(heads, head_dim, heads == 1)

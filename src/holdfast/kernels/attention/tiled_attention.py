@@ -7,21 +7,20 @@ A tile is a few rows of one sequence against a range of its stored tokens. The G
 product, so they fill the tensor cores and each key is read once. The grid has as many programs as the GPU runs at once; they
 take tiles in turn. The number of tiles is read from the device, so a captured graph serves any step. With a window, a tile
 begins at the first token that its first row sees. The tokens between that and what later rows see still belong to the
-sequence, because pages are freed by what a whole step sees.
-
-    tiles_X8[0]      number of small tiles, number of large tiles
-    tiles_X8[1 + i]  page table row | first row | rows | position of the first row | token range [low, high)
-                     | first partial of the first row, -1: write to the output | splits of a row
-    rows_T2          first partial of a row | its splits: 0: padding, written as zeros; 1: written by its tile
+sequence, because pages are freed by what a whole step sees. Large tiles of most layers on Hopper run in prefill_warpgroups.py.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.paged_attention import Scoring
+from holdfast.kernels.attention.prefill_warpgroups import (
+    PREFILL_PROGRAMS_PER_SM,
+    attend_prefill,
+    declined_prefill,
+    prefill_block_tokens,
+)
 from holdfast.kernels.attention.split_kv import (
     LOG2_E,
     MERGE_BY_HEAD_ROWS,
@@ -34,7 +33,8 @@ from holdfast.kernels.attention.split_kv import (
     merge_tiles,
     soft_capped,
 )
-from holdfast.kernels.geometry import LARGE_TILE
+from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.geometry import BLOCK_TOKENS, LARGE_TILE
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, shared_bytes, tl
 
@@ -44,33 +44,27 @@ SMALL_BATCH_ROWS = 2
 LARGE_PROGRAMS_PER_SM = 2
 
 
-@dataclass(frozen=True, slots=True)
-class TileWork:
-    """Tile lists of one step on the device, and the kernels that it needs."""
+class LargeKernel(NamedTuple):
+    """The kernel of a layer's large tiles. It follows from the layer, its pages and the device, never from a step."""
 
-    tiles_X8: Tensor
-    rows_T2: Tensor
-    has_small: bool
-    has_large: bool
-    has_merge: bool
-    """True if some rows are split or padded."""
+    name: Literal["warpgroups", "triton"]
+    """The kernel of prefill_warpgroups.py, or the one of this file."""
+    reason: str
+    programs_per_sm: int = LARGE_PROGRAMS_PER_SM
+    block_tokens: int = BLOCK_TOKENS
+    """Splits of large tiles are multiples of so many tokens."""
 
 
-class TileCall(NamedTuple):
-    """Operands of one attention launch over tiles, besides the pages."""
+TRITON_TILES = LargeKernel("triton", "no other kernel was chosen")
 
-    q_THD: Tensor
-    page_table_NP: Tensor
-    work: TileWork
-    scoring: Scoring
-    partial_out_CX: Tensor
-    partial_lse_CH: Tensor
-    out_TX: Tensor
-    num_sms: int
 
-    @property
-    def partials(self) -> tuple[Tensor, Tensor]:
-        return self.partial_out_CX, self.partial_lse_CH
+def choose_large_kernel(k_plane_SKD: Tensor, page_tokens: int, num_heads: int, scale: float) -> LargeKernel:
+    """Choose the kernel of a layer's large tiles: the one in warpgroups if it supports the layer."""
+    declined = declined_prefill(k_plane_SKD, page_tokens, num_heads, scale)
+    if declined is not None:
+        return TRITON_TILES._replace(reason=f"the kernel in warpgroups declines: {declined}")
+    tokens = prefill_block_tokens(k_plane_SKD.shape[2])
+    return LargeKernel("warpgroups", "it supports the layer, its pages and the GPU", PREFILL_PROGRAMS_PER_SM, tokens)
 
 
 class RowForm(NamedTuple):
@@ -105,7 +99,13 @@ def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
 
 
-def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
+def tiled_attention(
+    call: TileCall,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
+    page_tokens: int,
+    large_kernel: LargeKernel = TRITON_TILES,
+) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, H * D]."""
     (num_rows, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
     group, form = num_heads // num_kv_heads, row_form(num_rows)
@@ -113,6 +113,9 @@ def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, pa
     scale, window, sinks_H, softcap = call.scoring
     for large in (False, True):
         if not (call.work.has_large if large else call.work.has_small):
+            continue
+        if large and large_kernel.name == "warpgroups":
+            attend_prefill(call, k_plane_SKD, v_plane_SKD, page_tokens)
             continue
         block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
         programs_per_sm, num_warps = (LARGE_PROGRAMS_PER_SM, 8) if large else small_programs(num_rows)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, e4m3_value, narrowed_bits
+from holdfast.kernels.gemm.packed_linear import lookup_packed
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 COLUMNS_PER_PROGRAM = 1024
@@ -16,13 +18,15 @@ PIECE_ELEMENTS = 2**20
 """Elements that the reference dequantizes at a time."""
 
 
-def lookup_rows(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> Tensor:
+def lookup_rows(ids_T: Tensor, table: AnyWeight, out_TK: Tensor) -> Tensor:
     """Copy row ids_T[t] of the table to row t of `out_TK`; codes are dequantized in float32 and rounded once.
 
     An id outside the table raises on a CPU and is unchecked on a GPU.
     """
     if isinstance(table, Tensor):
         return torch.index_select(table, 0, ids_T, out=out_TK)
+    if isinstance(table, PackedWeight):
+        return lookup_packed(ids_T, table, out_TK)
     return lookup_codes(ids_T, table, out_TK)
 
 
@@ -46,7 +50,7 @@ def lookup_codes_triton(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -
 lookup_codes = operation(reference=lookup_codes_reference, triton=lookup_codes_triton)
 
 
-def lookup_share_reference(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
+def lookup_share_reference(ids_T: Tensor, table: AnyWeight, first_row: int, out_TK: Tensor) -> Tensor:
     """Like `lookup_rows` from a rank's share of a table, which begins at `first_row`; zeros for rows of other ranks.
 
     An all-reduce of the results gives the rows of the whole table.
@@ -57,12 +61,16 @@ def lookup_share_reference(ids_T: Tensor, table: Tensor | QuantizedWeight, first
     rows_T = rows_T.masked_fill(is_other_T, 0)
     if isinstance(table, Tensor):
         torch.index_select(table, 0, rows_T, out=out_TK)
+    elif isinstance(table, PackedWeight):
+        lookup_packed(rows_T, table, out_TK)
     else:
         lookup_codes_reference(rows_T, table, out_TK)
     return out_TK.masked_fill_(is_other_T[:, None], 0.0)
 
 
-def lookup_share_triton(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
+def lookup_share_triton(ids_T: Tensor, table: AnyWeight, first_row: int, out_TK: Tensor) -> Tensor:
+    if isinstance(table, PackedWeight):
+        return lookup_share_reference(ids_T, table, first_row, out_TK)
     return _launch(ids_T, table, first_row, out_TK)
 
 
@@ -87,7 +95,9 @@ def _launch(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int | Non
 lookup_share = operation(reference=lookup_share_reference, triton=lookup_share_triton)
 
 
-def _check(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> None:
+def _check(ids_T: Tensor, table: AnyWeight, out_TK: Tensor) -> None:
+    if isinstance(table, PackedWeight):
+        return
     if isinstance(table, Tensor):
         assert table.dtype == out_TK.dtype, f"rows of {table.dtype} into {out_TK.dtype}"
         return

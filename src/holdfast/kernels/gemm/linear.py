@@ -21,6 +21,7 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import BLOCK_COLUMNS
 from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, joint_row, packed_gemv, row_scaled_tiles
+from holdfast.kernels.gemm.packed_linear import packed_linear
 from holdfast.kernels.gemm.quantize_activations import (
     QuantizedRows,
     quantize_rows,
@@ -31,6 +32,7 @@ from holdfast.kernels.gemm.small_batch import single_row_linear
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import can_run, check_dense
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
@@ -46,7 +48,7 @@ SCALED_PRODUCT_SIZES = 16
 
 def linear(
     x_TK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     out_TN: Tensor | None = None,
     quantized: QuantizedRows | None = None,
@@ -56,16 +58,18 @@ def linear(
 
     `quantized` holds buffers for quantized rows, if the weight needs them. If `is_coded`, x is already quantized there.
     """
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, Tensor):
         return plain_linear(x_TK, weight, bias_N, out_TN)
     y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
+    if isinstance(weight, PackedWeight):
+        return packed_linear(x_TK, weight, bias_N, y_TN)
     return quantized_linear(x_TK, weight, bias_N, y_TN, quantized, is_coded)
 
 
-def linear_float32(
-    x_TK: Tensor, weight: Tensor | QuantizedWeight, out_TN: Tensor, quantized: QuantizedRows | None = None
-) -> Tensor:
+def linear_float32(x_TK: Tensor, weight: AnyWeight, out_TN: Tensor, quantized: QuantizedRows | None = None) -> Tensor:
     """Like `linear`, without a bias and with a float32 result."""
+    if isinstance(weight, PackedWeight):
+        return packed_linear(x_TK, weight, None, out_TN)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x_TK, weight, None, out_TN, quantized)
     return plain_linear_float32(x_TK, weight, out_TN)
@@ -73,7 +77,7 @@ def linear_float32(
 
 def joint_linear(
     x_TK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     out_TN: Tensor,
     plain_PK: Tensor,
@@ -141,11 +145,9 @@ def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tenso
     return y_TN
 
 
-def quantized_view(
-    quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
-) -> QuantizedRows | None:
+def quantized_view(quantized: QuantizedRows | None, weight: AnyWeight, num_rows: int) -> QuantizedRows | None:
     """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
-    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
+    if not isinstance(weight, QuantizedWeight) or not weight.scheme.quantizes_activations:
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -155,9 +157,7 @@ def quantized_view(
     return QuantizedRows(codes, scales, quantized.scratch)
 
 
-def room_for_codes(
-    quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
-) -> QuantizedRows | None:
+def room_for_codes(quantized: QuantizedRows | None, weight: AnyWeight, num_rows: int) -> QuantizedRows | None:
     """View the buffers that the rows' producer fills with codes; None if the weight takes plain rows.
 
     A single row by a block-scaled weight is quantized by its product, and so are the rows of block-scaled experts.
@@ -211,9 +211,7 @@ def quantized_linear(
     return tile_linear(x_TK, weight, bias_N, out_TN, rows)
 
 
-def fuses_gate(
-    x_TK: Tensor, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, quantized: QuantizedRows | None
-) -> bool:
+def fuses_gate(x_TK: Tensor, gate_up: AnyWeight, down: AnyWeight, quantized: QuantizedRows | None) -> bool:
     """Return True if `gated_linear` takes these rows and weights."""
     return (
         quantized is not None
@@ -224,17 +222,17 @@ def fuses_gate(
 
 def gated_linear(
     x_TK: Tensor,
-    gate_up: Tensor | QuantizedWeight,
+    gate_up: AnyWeight,
     bias_N: Tensor | None,
     kind: str,
     out_TI: Tensor,
-    down: Tensor | QuantizedWeight,
+    down: AnyWeight,
     quantized: QuantizedRows | None,
     is_coded: bool = False,
 ) -> Tensor:
     """Compute activation(gate) * up into `out_TI`, and its codes for the product with `down` into `quantized`."""
-    assert isinstance(gate_up, QuantizedWeight), "gate and up are plain"
-    assert isinstance(down, QuantizedWeight), "down is plain"
+    assert isinstance(gate_up, QuantizedWeight), "gate and up are not quantized"
+    assert isinstance(down, QuantizedWeight), "down is not quantized"
     rows = coded_rows(x_TK, gate_up, quantized, is_coded)
     assert rows is not None, f"{gate_up.scheme.name} does not quantize activations"
     amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)

@@ -30,6 +30,7 @@ from holdfast.kernels.triton_compat import (
     kernel_constant,
     kernel_value,
 )
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import MXFP4
 
@@ -60,7 +61,7 @@ class PackedTile(NamedTuple):
     num_warps: int
 
 
-def takes_packed_tiles(x_XK: Tensor, weight: Tensor | QuantizedWeight) -> bool:
+def takes_packed_tiles(x_XK: Tensor, weight: AnyWeight) -> bool:
     """Return True for MXFP4 weights and rows in bfloat16 on Hopper."""
     return (
         gl is not None

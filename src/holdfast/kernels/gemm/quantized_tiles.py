@@ -22,6 +22,7 @@ from holdfast.kernels.triton_compat import (
     next_power_of_two,
     tl,
 )
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import MXFP4
 
@@ -63,10 +64,11 @@ class WeightOperands(NamedTuple):
     scale_columns: int = 1
 
 
-def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: QuantizedRows | None) -> WeightOperands:
+def operands_of(x_XK: Tensor, weight: AnyWeight, quantized: QuantizedRows | None) -> WeightOperands:
     """Return the operands of x by the weight; `quantized` are the rows as codes, if the scheme needs them."""
     if isinstance(weight, Tensor):
         return WeightOperands((x_XK, x_XK, weight, weight), OperandKind.PLAIN)
+    assert isinstance(weight, QuantizedWeight), "packed weights have products of their own"
     scheme = weight.scheme
     assert (quantized is not None) == scheme.quantizes_activations, f"{scheme.name} with {quantized=}"
     if quantized is None:

@@ -1,4 +1,4 @@
-"""Middle batches by row-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
+"""Small and middle batches by row-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
 
 M rows, N outputs, K inputs, J blocks of N
 
@@ -24,11 +24,25 @@ from holdfast.kernels.geometry import (
     row_scaled_splits,
 )
 from holdfast.kernels.operation import pdl_flags
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit_counting,
+    next_power_of_two,
+    shared_bytes,
+    tl,
+)
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
+
+
+LEAST_STAGES, MOST_STAGES = 3, 10
+"""Pipeline stages of up to 16 rows."""
+RESERVED_BYTES = 1024
+"""Shared memory of a program that CUDA keeps for itself."""
 
 
 def row_form(num_rows: int) -> int:
@@ -36,7 +50,7 @@ def row_form(num_rows: int) -> int:
     return max(16, next_power_of_two(num_rows)) if num_rows <= ROW_SCALED_SPLIT_ROWS else 0
 
 
-def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
+def takes(weight: AnyWeight, num_rows: int, scratch: TileScratch | None) -> bool:
     """Return True if these kernels, not torch's scaled product, take this many rows (see kernels/geometry.py)."""
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
@@ -46,9 +60,7 @@ def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch 
     return num_rows <= (ROW_SCALED_SPLIT_ROWS if is_split else ROW_SCALED_ROWS)
 
 
-def takes_gate(
-    gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None
-) -> bool:
+def takes_gate(gate_up: AnyWeight, down: AnyWeight, num_rows: int, scratch: TileScratch | None) -> bool:
     """Return True if the gate is fused into the gate-and-up product, whose result is quantized for the down product."""
     both = (gate_up, down)
     return num_rows <= ROW_SCALED_ROWS and scratch is not None and all(takes(one, num_rows, None) for one in both)
@@ -86,14 +98,22 @@ def _launch(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None,
         -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K,
         KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
         BLOCK_M=block_m, BLOCK_N=ROW_SCALED_BLOCK_N, BLOCK_K=ROW_SCALED_BLOCK_K,
-        NUM_STAGES=num_stages(block_m, num_blocks * splits), PLAIN=is_interpreted(),
+        NUM_STAGES=num_stages(block_m, num_blocks * splits, bool(kind), shared_bytes(out_MN)), PLAIN=is_interpreted(),
         num_warps=8 if block_m == 128 else 4, **pdl_flags(out_MN),
     )  # fmt: skip
     return num_blocks
 
 
-def num_stages(block_m: int, num_programs: int) -> int:
-    """Return the pipeline stages: six, or four if a multiprocessor runs several programs at once."""
+def num_stages(block_m: int, num_programs: int, gated: bool, shared: int) -> int:
+    """Return the pipeline stages; `shared` is the shared memory of a multiprocessor.
+
+    Up to 16 rows: as many as let all programs run at once. With one stage more, the last few of 400 programs ran alone.
+    With more rows: six, or four if a multiprocessor runs several programs at once.
+    """
+    if block_m == 16:
+        of_program = shared // -(-num_programs // ROW_SCALED_PROGRAMS) - RESERVED_BYTES
+        stage = ((2 if gated else 1) * ROW_SCALED_BLOCK_N + block_m) * ROW_SCALED_BLOCK_K
+        return min(MOST_STAGES, max(LEAST_STAGES, of_program // stage))
     return 4 if block_m == 128 or num_programs > 2 * ROW_SCALED_PROGRAMS else 6
 
 

@@ -47,6 +47,7 @@ from holdfast.kernels.triton_compat import (
     release_then_wait,
     tl,
 )
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -57,14 +58,14 @@ BLOCK_K, QUANTIZED_BLOCK_K = 128, 256
 """Columns per K step, for a plain and for a quantized weight."""
 
 
-def takes_weight(weight: QuantizedWeight | Tensor) -> bool:
+def takes_weight(weight: AnyWeight) -> bool:
     """Return True if these kernels take the quantized weight: 8-bit with a scale per row."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
 def normed_linear(
     rows: NormedRows,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     gated: bool,
     y_MN: Tensor,
@@ -77,7 +78,7 @@ def normed_linear(
 
 def small_batch_linear(
     a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
@@ -90,7 +91,7 @@ def small_batch_linear(
 
 def linear_add(
     a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     stream: ResidualStream,
     amax: RowAmax | None = None,
@@ -125,7 +126,7 @@ def single_row_linear(x_1X: Tensor, weight_NK: Tensor, out_1N: Tensor, num_group
 
 def _launch(
     x_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     y_MN: Tensor,
     scratch: SmallBatchScratch,

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM
 from holdfast.kernels.attention.split_kv import PER_NAT
+from holdfast.kernels.attention.warpgroup_tiles import launch_dependents, wait_for_kernels_before
 from holdfast.kernels.latent.compressed_scopes import CompressedCall
 from holdfast.kernels.latent.gathered_attention import GATHER_WARPS, RING, token_sums
 from holdfast.kernels.latent.latent_planes import LatentPlanes
-from holdfast.kernels.latent.latent_warpgroups import HEIGHT, TOKENS, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.latent_warpgroups import HEIGHT, TOKENS
 from holdfast.kernels.latent.sparse_gather import (
     CUT_ASM,
     HALF_ASM,

@@ -16,7 +16,13 @@ from torch import Tensor
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
+from holdfast.kernels.attention.warpgroup_tiles import (
+    first_tile,
+    launch_dependents,
+    load_tile,
+    wait_for_kernels_before,
+)
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.latent.latent_geometry import head_blocks
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows
@@ -28,11 +34,7 @@ from holdfast.kernels.latent.latent_warpgroups import (
     ROPE,
     ROPE_DIM,
     TOKENS,
-    first_tile,
-    launch_dependents,
-    load_tile,
     store_queries,
-    wait_for_kernels_before,
 )
 from holdfast.kernels.latent.sparse_gather import gather_rows
 from holdfast.kernels.operation import pdl_flags

@@ -26,7 +26,8 @@ from torch import Tensor
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E, clear_end, finite_max, load_tile
-from holdfast.kernels.attention.tiled_attention import TileWork, add_partial
+from holdfast.kernels.attention.tile_work import TileWork
+from holdfast.kernels.attention.tiled_attention import add_partial
 from holdfast.kernels.latent.gathered_attention import attend_gathered_lists, attend_gathered_tiles, takes_gathering
 from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,

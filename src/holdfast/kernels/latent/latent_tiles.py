@@ -12,7 +12,7 @@ iteration. So a loop carries places and computes tokens from them.
 from typing import NamedTuple
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS, MergeShape, merge_row, merge_tiles
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tile_work import TileWork
 from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, sparse_splits
 from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
 from holdfast.kernels.operation import pdl_flags

@@ -14,8 +14,14 @@ one has been used. It has no mask: rows after a sequence's end may hold NaN and 
 import torch
 
 from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.geometry import BLOCK_TOKENS, TILE_FIELDS
+from holdfast.kernels.attention.tile_work import TileWork
+from holdfast.kernels.attention.warpgroup_tiles import (
+    first_tile,
+    launch_dependents,
+    load_tile,
+    wait_for_kernels_before,
+)
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.operation import pdl_flags
@@ -24,11 +30,8 @@ from holdfast.kernels.triton_compat import TensorDescriptor, constexpr, gl, gluo
 LATENT_DIM, ROPE_DIM = 512, 64
 HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
 LATENT, ROPE = kernel_constant(LATENT_DIM), kernel_constant(ROPE_DIM)
-NUM_TILE_FIELDS = kernel_constant(len(TILE_FIELDS))
 ZEROED_COLUMNS = kernel_constant(64)
 """Columns zeroed at once after a sequence's end: few registers are left for it."""
-WAIT = kernel_constant("griddepcontrol.wait; // $0")
-LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
 def takes_warpgroups(planes: LatentPlanes) -> bool:
@@ -57,38 +60,6 @@ def attend_warpgroups(call: LatentCall, work: TileWork, large: bool) -> None:
         LARGE=large, NUM_HEADS=num_heads, NUM_BLOCKS=num_blocks, GROUP=group, PAGE_TOKENS=call.planes.page_tokens,
         num_warps=8, **pdl_flags(call.q_TNX),
     )  # fmt: skip
-
-
-@gluon_jit
-def wait_for_kernels_before():
-    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
-
-
-@gluon_jit
-def launch_dependents():
-    gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
-
-
-@gluon_jit
-def first_tile(p_tiles, LARGE: constexpr):
-    """Return the index of a step's first small or large tile, and their number."""
-    num_small = gl.load(p_tiles)
-    num_tiles = num_small
-    first = 1
-    if LARGE:
-        num_tiles = gl.load(p_tiles + 1)
-        first = 1 + num_small
-    return first, num_tiles
-
-
-@gluon_jit
-def load_tile(p_tiles, i_tile):
-    """Like `load_tile` of split_kv.py, in Gluon."""
-    p_tile = p_tiles + i_tile * NUM_TILE_FIELDS
-    table_row, row, num_rows, position = gl.load(p_tile), gl.load(p_tile + 1), gl.load(p_tile + 2), gl.load(p_tile + 3)
-    low, high = gl.load(p_tile + 4), gl.load(p_tile + 5)
-    first_partial, num_splits = gl.load(p_tile + 6), gl.load(p_tile + 7)
-    return table_row, row, num_rows, position, low, high, first_partial, num_splits
 
 
 @gluon_jit

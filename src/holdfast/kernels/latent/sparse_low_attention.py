@@ -16,6 +16,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.attention.warpgroup_tiles import launch_dependents, wait_for_kernels_before
 from holdfast.kernels.latent.gathered_attention import gathered_memory
 from holdfast.kernels.latent.latent_geometry import low_splits, tile_height
 from holdfast.kernels.latent.latent_low_tiles import (
@@ -38,7 +39,7 @@ from holdfast.kernels.latent.latent_low_tiles import (
 )
 from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
 from holdfast.kernels.latent.latent_tiles import ListSplits
-from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
 from holdfast.kernels.latent.sparse_gather import gather_rows, load_pages, load_places
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant

@@ -15,6 +15,7 @@ from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, WeightOpe
 from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -29,10 +30,15 @@ PROGRAM_BYTES = 16384
 """Bytes of the weight that a program loads."""
 
 
-def takes_deep_loads(weight: Tensor | QuantizedWeight) -> bool:
+def takes_deep_loads(weight: AnyWeight) -> bool:
     """Return True if the weight is plain or 8-bit with scales by row, and not too wide."""
     return weight.shape[-1] <= MAX_DEPTH * BLOCKS_K[-1] and (
-        isinstance(weight, Tensor) or (weight.scheme.block_columns == 0 and weight.scheme.codes_per_byte == 1)
+        isinstance(weight, Tensor)
+        or (
+            isinstance(weight, QuantizedWeight)
+            and weight.scheme.block_columns == 0
+            and weight.scheme.codes_per_byte == 1
+        )
     )
 
 

@@ -11,17 +11,21 @@ from torch import Tensor
 
 from holdfast.kernels.activation import gate_up_product
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
+from holdfast.kernels.gemm.packed_linear import packed_linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
 from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from holdfast.kernels.operation import operation
+from holdfast.quant.packed_weight import PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 
 def expert_linear_triton(product: ExpertProduct, is_coded: bool = False) -> Tensor:
-    """Launch one GEMV per pair, or a grouped GEMM over sorted pairs."""
+    """Launch one GEMV per pair, or a grouped GEMM over sorted pairs; packed weights take the reference."""
+    if isinstance(product.weight, PackedWeight):
+        return expert_linear_reference(product, is_coded)
     buffers = _checked_buffers(product)
     rows = buffers if buffers is None or is_coded else quantize_rows(product.x_XK, buffers)
     launch = expert_gemv if product.order.block_rows == 1 else grouped_gemm
@@ -46,7 +50,10 @@ def expert_linear_reference(product: ExpertProduct, is_coded: bool = False) -> T
         if expert == PADDING:
             continue
         chosen = pairs // pairs_per_row
-        if isinstance(weight, Tensor):
+        if isinstance(weight, PackedWeight):
+            y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
+            packed_linear(x_XK.index_select(0, chosen), weight, None, y, expert)
+        elif isinstance(weight, Tensor):
             y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
             plain_linear_float32(x_XK.index_select(0, chosen), weight[expert], y)
         elif rows is None:

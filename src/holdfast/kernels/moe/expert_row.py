@@ -17,6 +17,7 @@ from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
@@ -42,20 +43,24 @@ def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) 
     return GemvBlocks(block_n, block_k, depth, num_warps)
 
 
-def _kind(weight: Tensor | QuantizedWeight) -> OperandKind:
+def _kind(weight: AnyWeight) -> OperandKind:
     if isinstance(weight, Tensor):
         return OperandKind.PLAIN
+    assert isinstance(weight, QuantizedWeight), "packed weights have products of their own"
     return OperandKind.FP8_ROWS if weight.scheme.quantizes_activations else OperandKind.INT8_ROWS
 
 
-def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor]:
+def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor]:
     """Return codes and scales; a plain weight twice."""
-    return (weight, weight) if isinstance(weight, Tensor) else (kernel_codes(weight.codes), weight.scales)
+    if isinstance(weight, QuantizedWeight):
+        return kernel_codes(weight.codes), weight.scales
+    assert isinstance(weight, Tensor), "packed weights have products of their own"
+    return weight, weight
 
 
 def down_row_add_reference(
     active_SK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     expert_ids_1S: Tensor,
     shares_1S: Tensor,
     bias_EN: Tensor | None,
@@ -81,17 +86,18 @@ def down_row_add_reference(
     return defer_rms_norm_reference(stream)
 
 
-def _numbers(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+def _numbers(weight: AnyWeight, expert: int) -> Tensor:
     """Return an expert's weight in float32."""
     if isinstance(weight, Tensor):
         return weight[expert].float()
+    assert isinstance(weight, QuantizedWeight), "packed weights have products of their own"
     size_n = weight.shape[1]
     return dequantize(weight, (expert * size_n, (expert + 1) * size_n))
 
 
 def down_row_add_triton(
     active_SK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     expert_ids_1S: Tensor,
     shares_1S: Tensor,
     bias_EN: Tensor | None,

@@ -36,6 +36,7 @@ from holdfast.kernels.triton_compat import (
     release_then_wait,
     tl,
 )
+from holdfast.quant.packed_weight import AnyWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -416,7 +417,7 @@ class ExpertProduct(NamedTuple):
 
     x_XK: Tensor
     """One row per token [T, K] or per pair [P, K]."""
-    weight: Tensor | QuantizedWeight
+    weight: AnyWeight
     """[E, N, K], or [E, 2 N, K] if gated."""
     order: ExpertOrder
     out_PN: Tensor
@@ -437,7 +438,9 @@ class ExpertProduct(NamedTuple):
         assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
         assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
         assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
-        tensors = (weight,) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
+        tensors: tuple[Tensor, ...] = (weight,) if isinstance(weight, Tensor) else ()
+        if isinstance(weight, QuantizedWeight):
+            tensors = weight.codes, weight.scales
         rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
         check_dense(x_XK, out_PN, *tensors, *rows, bias_EN)
 

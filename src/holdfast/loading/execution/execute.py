@@ -14,7 +14,7 @@ from holdfast.kernels.load.checksum import add_checksum, as_unsigned
 from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
 from holdfast.loading.execution.place import ChunkViews, Placer
 from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
-from holdfast.loading.planning.moves import Move
+from holdfast.loading.planning.moves import EMBEDDING, HEAD, Move, PlannedWeight, part_name
 from holdfast.loading.planning.plan import PINNED_CHUNKS, LoadPlan
 from holdfast.loading.sources.source import CheckedSource, WeightSource, WritingSource
 from holdfast.memory.arena import Arena, is_out_of_memory
@@ -22,6 +22,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
+from holdfast.quant.packed_weight import AnyWeight, PackedPart, PackedWeight, as_quantized
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
@@ -78,7 +79,7 @@ class LoadReport:
 class LoadedWeights:
     """Every weight by name, on the device, and the report of the load."""
 
-    weights: dict[str, torch.Tensor | QuantizedWeight]
+    weights: dict[str, AnyWeight]
     report: LoadReport
     is_finite: bool = True
     """False if rows hold a NaN or an infinity, and the user allowed that."""
@@ -256,9 +257,12 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | QuantizedWeight]:
-    weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, AnyWeight]:
+    weights: dict[str, AnyWeight] = {}
     for weight in plan.weights:
+        if weight.packed:
+            weights[weight.name] = _packed(weight, tensors)
+            continue
         held = tensors[weight.name]
         weights[weight.name] = held
         if weight.scheme is not None:
@@ -266,6 +270,22 @@ def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, tor
             quantized.check()
             weights[weight.name] = quantized
     return weights
+
+
+def _packed(weight: PlannedWeight, tensors: dict[str, torch.Tensor]) -> PackedWeight | QuantizedWeight:
+    """Join the planes of a weight's parts. A table is looked up by rows, which codes in blocks of a scheme do not allow."""
+    parts = []
+    for index, rows in enumerate(weight.packed):
+        prefix, shape = part_name(weight, index), (*weight.shape[:-2], rows.num_rows, weight.shape[-1])
+        planes = tuple(tensors[f"{prefix}.{plane.name}"] for plane in rows.scheme.planes)
+        parts.append(PackedPart(rows.scheme, rows.row_start, shape, planes))
+    packed = PackedWeight(weight.shape, tuple(parts))
+    packed.check()
+    quantized = as_quantized(packed)
+    if quantized is None or (quantized.scheme.block_columns and weight.name in (EMBEDDING, HEAD)):
+        return packed
+    quantized.check()
+    return quantized
 
 
 def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> bool:

@@ -16,7 +16,8 @@ import torch
 from holdfast.loading.execution.place import ChunkViews, chunk_views
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
 from holdfast.loading.planning.moves import Move
-from holdfast.loading.sources.source import RowRead, RowWriter, TogetherSource, WeightSource
+from holdfast.loading.sources.source import PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
+from holdfast.quant.packed_tiles import stored_scheme
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
@@ -233,11 +234,14 @@ class _Reading:
 
     def fill(self, chunk: Chunk, buffer: int) -> None:
         """Read all pieces of a chunk to their offsets in a buffer."""
-        memory, moves = self._buffers[buffer], self._moves
-        reads = [
-            RowRead(moves[move].tensor, read.row_start, read.row_end, memory[offset : offset + num_bytes], read.columns)
-            for move, _, _, read, offset, num_bytes, _, _ in chunk.pieces
-        ]
+        memory, moves, reads = self._buffers[buffer], self._moves, []
+        for index, _, _, (start, end, columns), offset, num_bytes, _, _ in chunk.pieces:
+            move, out = moves[index], memory[offset : offset + num_bytes]
+            if move.packed is None:
+                reads.append(RowRead(move.tensor, start, end, out, columns))
+                continue
+            assert isinstance(self._source, PackableSource), f"{move.tensor} cannot be read packed"
+            self._source.read_packed(move.tensor, stored_scheme(move.packed), (start, end), out, columns)
         if self._together is not None:
             self._together.read_together(reads)
             return

@@ -24,6 +24,7 @@ from holdfast.kernels.load.place_kernels import (
     codes_launch,
     plain_launch,
 )
+from holdfast.kernels.load.place_planes import place_plane, place_tiles
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
@@ -37,6 +38,8 @@ from holdfast.kernels.triton_compat import can_run, is_interpreted
 from holdfast.loading.execution.ring import Piece
 from holdfast.loading.planning.moves import Move
 from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.packed_tiles import stored_scheme
+from holdfast.quant.packed_weight import plane_bytes
 from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
 FINDING_BYTES = AMAX_BYTES = 4
@@ -88,7 +91,7 @@ class AddressPlacer:
         index = piece.move
         move = self._jobs[index]
         part = move.part
-        if part.is_transposed or part.repeats != 1:
+        if part.is_transposed or part.repeats != 1 or move.packed is not None:
             return False
         verify = index >= self._num_moves
         key = move.target, move.tensor_dtype, id(move.scheme), part.columns, part.shape[-1:], part.joined_rows, verify
@@ -220,6 +223,9 @@ class Placer:
         """Convert or quantize the piece into its target; compare it for a tied weight."""
         if self._by_address is not None and self._by_address.place(piece, views.address):
             return
+        if self._jobs[piece.move].packed is not None:
+            self._place_packed(piece, views)
+            return
         if piece.move != self._route_index:
             self._route, self._route_index = self._find_route(piece.move), piece.move
         route = self._route
@@ -241,6 +247,25 @@ class Placer:
             place_plain(rows_RC, route.kept, out_RK, row, route.findings, route.verify)
         else:
             _repeat(rows_RC, route, row)
+
+    def _place_packed(self, piece: Piece, views: ChunkViews) -> None:
+        """Copy the piece's rows of every plane, or compare them. Rows for tiles are interleaved on the way."""
+        move, index = self._jobs[piece.move], piece.move
+        assert move.packed is not None, f"{move.target} is not packed"
+        stored, group = stored_scheme(move.packed), move.packed.row_group
+        own = plane_bytes(
+            stored, piece.num_rows, move.part.num_columns, views.raw.narrow(0, piece.offset, piece.num_bytes)
+        )
+        row, is_verified = piece.row - move.part.row_range[0], index >= self._num_moves
+        findings = self._flat_findings.narrow(0, 2 * index, 2)
+        planes = [plane for plane in stored.planes if not plane.is_shared]
+        first, num_groups = (move.part.row_start + row) // group, piece.num_rows // group
+        targets = [self._tensors[name].view(-1, width).narrow(0, first, num_groups) for name, width in move.planes]
+        if group > 1:
+            place_tiles(own, targets[0], move.packed, row, findings, is_verified)
+            return
+        for plane, bytes_RB, target in zip(planes, own, targets, strict=True):
+            place_plane(bytes_RB, target, plane, row, findings, is_verified)
 
     def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
         """Return each wrong move, its first non-finite row and its first row that differs."""

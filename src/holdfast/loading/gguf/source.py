@@ -14,6 +14,7 @@ from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, CheckpointNames
+from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,7 @@ class GGUFSource:
                 shape=tensor.shape,
                 file=file.files[tensor.part].path.name,
                 num_bytes=tensor.num_bytes + self._factor_bytes(tensor),
+                packed=self._scheme(tensor),
             )
             for name, tensor in self._tensors.items()
         }
@@ -158,6 +160,34 @@ class GGUFSource:
             self._read_step(tensor, rows, head_dim, (first, last), step_values)
             self._apply_factors(tensor, rows, step_values)
 
+    def read_packed(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
+    ) -> None:
+        """Split the blocks of some rows into planes, in steps; the factor of a matrix is each row's second scale."""
+        import torch
+
+        from holdfast.loading.gguf.dequantize import split
+        from holdfast.quant.packed_weight import plane_bytes
+
+        tensor = self._tensors[name]
+        (row_start, row_end), (first, last) = rows, columns or (0, tensor.shape[-1])
+        if row_start == row_end:
+            return
+        views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        step = max(1, STEP_ELEMENTS // tensor.shape[-1])
+        for start in range(row_start, row_end, step):
+            end = min(start + step, row_end)
+            blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
+            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
+            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
+                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
+                view[start - row_start : end - row_start].view(own.shape).copy_(own)
+        if scheme.second != "none":
+            numbers = torch.ones(row_end - row_start, 1)
+            self._apply_factors(tensor, rows, numbers)
+            views[-1].copy_(numbers.view(torch.uint8))
+
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
         self._data.close()
@@ -186,17 +216,8 @@ class GGUFSource:
             dequantize(self._read_blocks(tensor, first_block, last_block), kind, whole)
             out.copy_(whole.index_select(0, places - first_block * kind.block_elements).unsqueeze(1))
             return
-        first_row, last_row = start, end
-        if head_dim is not None:
-            first_row, last_row = start // head_dim * head_dim, -(-end // head_dim) * head_dim
-        row_blocks = table_shape(tensor.shape)[1] // kind.block_elements
-        blocks = self._read_blocks(tensor, first_row * row_blocks, last_row * row_blocks)
-        blocks = blocks.view(last_row - first_row, row_blocks, kind.block_bytes)
+        blocks = self._row_blocks(tensor, rows, head_dim, columns)
         first_block, last_block = first // kind.block_elements, -(-last // kind.block_elements)
-        blocks = blocks[:, first_block:last_block]
-        if head_dim is not None:
-            blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
-        blocks = blocks.contiguous()
         if kind.name in NATIVE_DTYPES:
             out.copy_(blocks.view(out.dtype).view(out.shape))
         elif (last_block - first_block) * kind.block_elements == last - first:
@@ -206,6 +227,29 @@ class GGUFSource:
             dequantize(blocks, kind, whole)
             skipped = first_block * kind.block_elements
             out.copy_(whole.view(blocks.shape[0], -1)[:, first - skipped : last - skipped])
+
+    def _row_blocks(
+        self, tensor: GGUFTensor, rows: tuple[int, int], head_dim: int | None, columns: tuple[int, int]
+    ) -> torch.Tensor:
+        """Read the blocks of a few rows and columns, in the order of the rows here: [rows, blocks, bytes]."""
+        (start, end), (first, last), kind = rows, columns, tensor.type
+        first_row, last_row = start, end
+        if head_dim is not None:
+            first_row, last_row = start // head_dim * head_dim, -(-end // head_dim) * head_dim
+        row_blocks = table_shape(tensor.shape)[1] // kind.block_elements
+        blocks = self._read_blocks(tensor, first_row * row_blocks, last_row * row_blocks)
+        blocks = blocks.view(last_row - first_row, row_blocks, kind.block_bytes)
+        blocks = blocks[:, first // kind.block_elements : -(-last // kind.block_elements)]
+        if head_dim is not None:
+            blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
+        return blocks.contiguous()
+
+    def _scheme(self, tensor: GGUFTensor) -> PackedScheme | None:
+        """Return the scheme of a matrix in blocks; None for other tensors."""
+        scheme = BLOCK_SCHEMES.get(tensor.type.name)
+        if scheme is None or len(tensor.shape) < 2:
+            return None
+        return scheme if self._factors.get(tensor.name) is None else with_second(scheme, "values_times")
 
     def _factor_bytes(self, tensor: GGUFTensor) -> int:
         factors = self._factors.get(tensor.name)

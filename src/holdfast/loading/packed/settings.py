@@ -62,7 +62,7 @@ class PackedSettings:
         """A plan's sentences on the storage."""
         if not self.layouts:
             return (CACHE_NOTE,) if self.has_cache_scales else ()
-        stored = f"the checkpoint stores weights as {self.titles}; values are expanded while they load"
+        stored = f"the checkpoint stores weights as {self.titles}"
         return (stored, CACHE_NOTE) if self.has_cache_scales else (stored,)
 
 

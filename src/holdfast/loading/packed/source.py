@@ -7,14 +7,16 @@ inputs as rows (AWQ, GPTQ) are read by the columns of their words that a tile ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
+from holdfast.loading.packed.schemes import is_ordered, scheme_of
 from holdfast.loading.packed.settings import TABLES, PackedSettings
+from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, scratch_bytes, tiles
 from holdfast.loading.sources.source import (
     Columns,
     RowRead,
@@ -28,23 +30,17 @@ from holdfast.loading.sources.source import (
 from holdfast.memory.on_disk import OnDisk, StoredType
 from holdfast.models.parameters import Parameter
 from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.packed_schemes import PackedScheme
 
 if TYPE_CHECKING:
     import torch
 
 READ_DTYPE = "float32"
-STEP_ELEMENTS = 2**17
-"""Elements per step: few enough that each pass finds the previous pass's results in cache."""
-SCALES_PER_TILE = 2**15
-"""Scales of a tile, for all its groups."""
-WHOLE_SHARE, WHOLE_BYTES = 32, 2**20
-"""Rows of words are read whole if they have at most so many times the needed bytes, and so many bytes.
+WHOLE_SHARE = 32
+"""Rows of words are read whole if they have at most so many times the needed bytes, and WHOLE_BYTES.
 
 That is one system call; columns of rows are one run for each row.
 """
-ELEMENT_SCRATCH, SCALE_SCRATCH = 12, 16
-"""Bytes of scratch for an element of a step, and for a scale of a tile: as stored, unpacked, as float32, expanded."""
-Tile = tuple[tuple[int, int], list[tuple[int, int]]]
 
 
 def expand_packed(source: WeightSource, settings: PackedSettings, parameters: Iterable[Parameter]) -> PackedSource:
@@ -72,6 +68,8 @@ class PackedSource:
                     dtype=READ_DTYPE,
                     shape=(matrix.num_rows, matrix.num_columns),
                     num_bytes=packed_bytes(matrix, source.entries),
+                    packed=scheme_of(matrix, source.entries),
+                    order=matrix.groups if is_ordered(matrix) else "",
                 )
             if entry.name in self.entries:
                 raise ModelFormatError(
@@ -104,7 +102,7 @@ class PackedSource:
     @property
     def scratch_bytes_per_reader(self) -> int:
         """Most bytes of any read's tile: its scales and zero points, one step of codes, and groups by column."""
-        own_bytes = max(_scratch_bytes(matrix) for matrix in self._matrices.values())
+        own_bytes = max(scratch_bytes(matrix) for matrix in self._matrices.values())
         return self._source.scratch_bytes_per_reader + own_bytes
 
     @property
@@ -172,6 +170,17 @@ class PackedSource:
                     places_C = index_K[slice(*step)] - groups[0]
                 expand(matrix, codes_RC, scales, places_C, values_RC[own])
 
+    def read_packed(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
+    ) -> None:
+        """Repack rows of a matrix into planes: a row is an output, and its codes lie in the order of inputs."""
+        from holdfast.loading.packed.repack import repack
+
+        matrix = self._matrices[name]
+        self._check_module(matrix)
+        if rows[0] < rows[1]:
+            repack(matrix, self, scheme, rows, columns or (0, matrix.num_columns), out)
+
     def read_together(self, reads: Sequence[RowRead]) -> None:
         """Read packed matrices one by one, and the rest together if the inner source supports it."""
         others = [read for read in reads if read.name not in self._matrices]
@@ -226,23 +235,6 @@ class PackedSource:
         self._checked.add(matrix.tensor)
 
 
-def tiles(matrix: PackedMatrix, rows: tuple[int, int], columns: tuple[int, int], num_groups: int) -> Iterator[Tile]:
-    """Cut a read into tiles of rows, and each tile into steps of columns; words and groups stay whole if possible."""
-    width, each = columns[1] - columns[0], matrix.layout.codes_per_word
-    most_rows = max(1, SCALES_PER_TILE // num_groups)
-    if not matrix.layout.format.is_input_major:
-        step_rows, step_columns = min(most_rows, max(1, STEP_ELEMENTS // width)), STEP_ELEMENTS
-    else:
-        step_rows = max(each, most_rows // each * each)
-        step_columns = max(each, STEP_ELEMENTS // min(step_rows, rows[1] - rows[0]) // each * each)
-        if matrix.scale_columns <= step_columns:
-            step_columns = step_columns // matrix.scale_columns * matrix.scale_columns
-    for start in range(rows[0], rows[1], step_rows):
-        end = min(start + step_rows, rows[1])
-        edges = [columns[0], *range((columns[0] // step_columns + 1) * step_columns, columns[1], step_columns)]
-        yield (start, end), list(zip(edges, [*edges[1:], columns[1]], strict=True))
-
-
 def _groups_of(matrix: PackedMatrix, index_K: torch.Tensor | None, columns: tuple[int, int]) -> tuple[int, int]:
     """Return the range of groups that these columns have."""
     if index_K is None:
@@ -257,12 +249,3 @@ def _whole_groups(matrix: PackedMatrix, step: tuple[int, int]) -> int:
     if step[0] // size == (step[1] - 1) // size:
         return step[1] - step[0]
     return 0 if step[0] % size or step[1] % size else size
-
-
-def _scratch_bytes(matrix: PackedMatrix) -> int:
-    """Return the most bytes that a read of this matrix holds beside its result."""
-    each, groups = matrix.layout.codes_per_word, matrix.num_groups
-    num_scales = min(matrix.num_rows * groups, max(SCALES_PER_TILE, each * groups))
-    num_elements = min(matrix.num_rows * matrix.num_columns, max(STEP_ELEMENTS, matrix.num_columns))
-    index_bytes = 3 * 8 * matrix.num_columns if matrix.groups else 0
-    return ELEMENT_SCRATCH * num_elements + SCALE_SCRATCH * num_scales + index_bytes + WHOLE_BYTES

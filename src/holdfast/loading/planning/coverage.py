@@ -43,6 +43,13 @@ def check_coverage(weights: Iterable[PlannedWeight], moves: Iterable[Move]) -> N
     widths: dict[str, set[int]] = {}
     for move in moves:
         start, end = move.part.row_start, move.part.row_start + move.part.num_rows
+        if move.packed is not None:
+            group = move.packed.row_group
+            assert start % group == end % group == 0, f"{move.target}: rows {start} to {end} of groups of {group}"
+            for name, width in move.planes:
+                filled.setdefault(name, []).append(Filled(start // group, end // group, move.tensor))
+                widths.setdefault(name, set()).add(width)
+            continue
         num_columns = move.part.num_columns
         if move.scheme is not None:
             rows, columns = move.scheme.block_rows, move.scheme.block_columns or num_columns

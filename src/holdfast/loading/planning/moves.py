@@ -8,6 +8,7 @@ from holdfast.loading.sources.source import TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.packed_schemes import PackedRows, PackedScheme
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
 BYTES, SIGNED_BYTES = "uint8", "int8"
@@ -38,6 +39,8 @@ class Move:
     scheme: WeightScheme | None
     """Quantize into the target and its scales; None: convert to the target's type."""
     num_bytes: int
+    packed: PackedScheme | None = None
+    """Keep rows as planes of this scheme, which are named after `target`; None: `target` is one tensor of elements."""
 
     @property
     def read_columns(self) -> tuple[int, int] | None:
@@ -58,12 +61,24 @@ class Move:
     @property
     def row_bytes(self) -> int:
         """Bytes read per row."""
+        if self.packed is not None:
+            return self.packed.row_bytes(self.part.num_columns) // self.packed.row_group
         return self.num_read_columns * DTYPE_BYTES[self.tensor_dtype]
 
     @property
     def keeps_exponents(self) -> bool:
         """True for scales stored as exponents of two; they stay unchanged if the target has that type."""
         return self.scheme is None and self.tensor_dtype == "uint8" and self.target.endswith(SCALE_SUFFIX)
+
+    @property
+    def planes(self) -> list[tuple[str, int]]:
+        """The planes that a packed move fills: their names, and elements of a row, or of rows that interleave."""
+        assert self.packed is not None, f"{self.target} is not packed"
+        return [
+            (f"{self.target}.{plane.name}", plane.row_elements(self.part.num_columns))
+            for plane in self.packed.planes
+            if not plane.is_shared
+        ]
 
     @property
     def num_source_rows(self) -> int:
@@ -77,7 +92,9 @@ class Move:
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a scale."""
+        """Rows that share a scale, or that lie interleaved."""
+        if self.packed is not None:
+            return self.packed.row_group
         return 1 if self.scheme is None else self.scheme.block_rows
 
     @property
@@ -126,10 +143,18 @@ class PlannedWeight:
     """Its blocks of rows fit the weight's parts."""
     limit: int = 0
     """Upper bound of integer elements, exclusive, checked after the load; 0: no bound."""
+    packed: tuple[PackedRows, ...] = ()
+    """Its rows as they stay packed; empty: it is plain or quantized."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Its tensors: itself, or its codes and then its scales."""
+        """Its tensors: itself, or its codes and then its scales, or the planes of its packed parts."""
+        if self.packed:
+            return tuple(
+                TensorSpec(part_name(self, index) + plane.suffix, plane.shape, plane.dtype)
+                for index, rows in enumerate(self.packed)
+                for plane in rows.scheme.shaped((*self.shape[:-2], rows.num_rows, self.shape[-1]))
+            )
         if self.scheme is None:
             return (TensorSpec(self.name, self.shape, self.dtype),)
         planes = self.scheme.planes(self.shape)
@@ -142,7 +167,14 @@ class PlannedWeight:
     @property
     def stored_as(self) -> str:
         """The name of its scheme, or of its type."""
+        if self.packed:
+            return " and ".join(dict.fromkeys(rows.scheme.title for rows in self.packed))
         return self.dtype if self.scheme is None else self.scheme.name
+
+
+def part_name(weight: PlannedWeight, index: int) -> str:
+    """Return the prefix of the planes of a packed part: the weight's name, with a number if it has several parts."""
+    return weight.name if len(weight.packed) == 1 else f"{weight.name}.{index}"
 
 
 EMBEDDING = "embed.weight"

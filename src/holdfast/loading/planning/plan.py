@@ -14,12 +14,14 @@ from holdfast.loading.planning.coverage import (
     refuse_wrong_tensors,
 )
 from holdfast.loading.planning.moves import BYTES, SIGNED_BYTES, Choice, Move, PlannedWeight, choose_all
+from holdfast.loading.planning.packed_planes import form_of, packed_moves
 from holdfast.loading.planning.stored_schemes import StoredPlanes, StoredSchemes
 from holdfast.loading.sources.source import TensorEntry, WeightSource, WritingSource
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.packed_schemes import PackedRows
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 CHUNK_BYTES = 16 * 2**20
@@ -163,16 +165,16 @@ def plan_load(
     scale_names = planes.scale_names
     refuse_wrong_tensors(every, dtype, entries, scale_names)
     schemes: dict[str, WeightScheme | None] = {}
+    weights: list[PlannedWeight] = []
     for choice in choices.fills:
         name = choice.parameter.name
         is_plane = name in planes.weights or name in scale_names
         schemes[name] = None if is_plane else _scheme(choice, recipe, stored)
-    weights = tuple(
-        _weight(choice.parameter, dtype, schemes, planes)
-        for choice in choices.fills
-        if choice.parameter.name not in scale_names
-    )
-    moves = _moves(choices.fills, schemes, entries)
+        if name not in scale_names:
+            form = None if is_plane else form_of(choice, entries, dtype, recipe)
+            weights.append(_weight(choice.parameter, dtype, schemes, planes, () if form is None else form.rows))
+    packed = {weight.name: weight for weight in weights if weight.packed}
+    moves = _moves(choices.fills, schemes, entries, packed)
     check_coverage(weights, moves)
     check_sources(moves, scale_names)
     writer_specs = source.writer_specs if isinstance(source, WritingSource) else ()
@@ -180,9 +182,9 @@ def plan_load(
     assert writer_bytes <= CHUNK_BYTES, f"the source writes with {writer_bytes} bytes, more than {CHUNK_BYTES=}"
     return LoadPlan(
         dtype=dtype,
-        weights=weights,
+        weights=tuple(weights),
         moves=moves,
-        tied=_moves(choices.tied, schemes, entries),
+        tied=_moves(choices.tied, schemes, entries, packed),
         recipe=recipe,
         writer_specs=writer_specs,
         reader_bytes=source.scratch_bytes_per_reader,
@@ -216,26 +218,39 @@ def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) 
 
 
 def _weight(
-    parameter: Parameter, dtype: str, schemes: Mapping[str, WeightScheme | None], planes: StoredPlanes
+    parameter: Parameter,
+    dtype: str,
+    schemes: Mapping[str, WeightScheme | None],
+    planes: StoredPlanes,
+    packed: tuple[PackedRows, ...],
 ) -> PlannedWeight:
     if parameter.name in planes.weights:
         shape, scheme = planes.weights[parameter.name]
         return PlannedWeight(parameter.name, shape, dtype, scheme)
     stored_as, scheme = parameter.dtype or dtype, schemes[parameter.name]
-    return PlannedWeight(parameter.name, parameter.shape, stored_as, scheme, parameter.limit)
+    return PlannedWeight(parameter.name, parameter.shape, stored_as, scheme, parameter.limit, packed)
 
 
 def _moves(
-    choices: Iterable[Choice], schemes: Mapping[str, WeightScheme | None], entries: Mapping[str, TensorEntry]
+    choices: Iterable[Choice],
+    schemes: Mapping[str, WeightScheme | None],
+    entries: Mapping[str, TensorEntry],
+    packed: Mapping[str, PlannedWeight],
 ) -> tuple[Move, ...]:
     wanted: dict[str, list[tuple[str, Part]]] = {}
     dtypes: dict[str, str | None] = {}
+    kept: dict[str, list[Move]] = {}
     for choice in choices:
+        if (weight := packed.get(choice.parameter.name)) is not None:
+            for move in packed_moves(weight, choice, entries):
+                kept.setdefault(move.tensor, []).append(move)
+            continue
         dtypes[choice.parameter.name] = choice.parameter.dtype
         for part in choice.parts:
             wanted.setdefault(part.tensor, []).append((choice.parameter.name, part))
     moves: list[Move] = []
     for name, entry in entries.items():
+        moves += sorted(kept.get(name, ()), key=lambda move: move.part.row_range)
         own = wanted.get(name, [])
         if len(own) > 1:
             own.sort(key=lambda item: item[1].row_range)

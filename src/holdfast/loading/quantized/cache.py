@@ -34,9 +34,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 
 if TYPE_CHECKING:
-    import torch
-
-    from holdfast.quant.quantized_weight import QuantizedWeight
+    from holdfast.quant.packed_weight import AnyWeight
 
 MAX_CACHE_BYTES = 256 * 2**30
 """Size limit of the cache; the least recently used entry is evicted first."""
@@ -84,7 +82,7 @@ class CacheSlot:
         except OSError as error:
             log.warning("%s could not be removed: %s", self.folder, error)
 
-    def save(self, weights: Mapping[str, torch.Tensor | QuantizedWeight]) -> str | None:
+    def save(self, weights: Mapping[str, AnyWeight]) -> str | None:
         """Write the loaded weights for the next start; log and return the reason if that fails.
 
         If several processes start at once, only one writes.

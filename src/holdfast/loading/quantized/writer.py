@@ -39,6 +39,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 if TYPE_CHECKING:
     import torch
 
+    from holdfast.quant.packed_weight import AnyWeight
+
 MAX_FILE_BYTES = 4 * 2**30
 """Most bytes of the planes in one file; a larger plane gets its own file."""
 CHUNK_BYTES = 16 * 2**20
@@ -53,7 +55,7 @@ def save_quantized(
     folder: Path,
     model: OpenModel,
     plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    weights: Mapping[str, AnyWeight],
     mesh: Mesh = ALONE,
     on_progress: Progress = lambda done, total: None,
     planned: SourceIdentity | None = None,
@@ -129,7 +131,7 @@ def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
 def write_weights(
     folder: Path,
     plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    weights: Mapping[str, AnyWeight],
     identity: SourceIdentity,
     mesh: Mesh,
     on_progress: Progress = lambda done, total: None,
@@ -231,11 +233,12 @@ def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = 
     return len(text).to_bytes(8, "little") + text
 
 
-def _planes(
-    plan: LoadPlan, weights: Mapping[str, torch.Tensor | QuantizedWeight]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _planes(plan: LoadPlan, weights: Mapping[str, AnyWeight]) -> Iterator[tuple[str, torch.Tensor]]:
+    from holdfast.quant.packed_weight import PackedWeight
+
     for weight in plan.weights:
         held = weights[weight.name]
+        assert not isinstance(held, PackedWeight), f"{weight.name} stays packed in the checkpoint"
         tensors = (held.codes, held.scales) if isinstance(held, QuantizedWeight) else (held,)
         for spec, tensor in zip(weight.specs, tensors, strict=True):
             yield spec.name, tensor

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_check
 
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.packed_schemes import PackedScheme
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,10 @@ class TensorEntry:
     """Name of the file that holds it, for messages."""
     num_bytes: int
     """On disk."""
+    packed: PackedScheme | None = None
+    """The scheme in which `PackableSource.read_packed` reads its rows; None: `read_into` alone reads them."""
+    order: str = ""
+    """Name of the tensor with the group of each column, if the scheme has a plane for it."""
 
 
 class WeightSource(Protocol):
@@ -89,6 +94,20 @@ class CheckedSource(Protocol):
 
     def damaged(self, name: str) -> Exception:
         """Return the error for a tensor with a wrong checksum."""
+        ...
+
+
+@runtime_checkable
+class PackableSource(Protocol):
+    """Extra method of a source whose tensors are blocks of codes, which may stay as they are stored."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+
+    def read_packed(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
+    ) -> None:
+        """Read rows [start, end) of every plane of the entry's scheme, one plane after another. Thread-safe."""
         ...
 
 

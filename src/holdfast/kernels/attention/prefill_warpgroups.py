@@ -15,29 +15,41 @@ Slots beyond a sequence may hold NaN. A mask replaces their scores. Their values
 they write the same, so neither waits for the other.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LOG2_ASM
 from holdfast.kernels.attention.split_kv import LOG2_E, NUM_TILE_FIELDS, PER_NAT
-from holdfast.kernels.attention.tiled_attention import TileCall
-from holdfast.kernels.geometry import LARGE_TILE
-from holdfast.kernels.latent.latent_warpgroups import (
+from holdfast.kernels.attention.tile_work import TileCall
+from holdfast.kernels.attention.warpgroup_tiles import (
     first_tile,
     launch_dependents,
     load_tile,
     wait_for_kernels_before,
 )
+from holdfast.kernels.geometry import LARGE_TILE
 from holdfast.kernels.operation import pdl_flags
-from holdfast.kernels.triton_compat import TensorDescriptor, constexpr, gl, gluon_jit, hopper, kernel_constant
+from holdfast.kernels.triton_compat import (
+    TensorDescriptor,
+    constexpr,
+    gl,
+    gluon_jit,
+    gluon_jit_counting,
+    hopper,
+    kernel_constant,
+    next_power_of_two,
+)
 
 # Triton cannot unpack into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
 
-HEAD_DIMS = (64, 96, 128, 256)
+PREFILL_PROGRAMS_PER_SM = 1
+"""Shared memory and registers of one program fill a multiprocessor."""
 MIN_PAGE_TOKENS = 16
+STAGES = kernel_constant(2)
+"""Blocks of keys, and of values, in shared memory."""
+REGISTERS, COPY_REGISTERS = kernel_constant(232), kernel_constant(40)
+"""Registers of a multiplying thread, and of a copying one."""
 HEIGHT = kernel_constant(LARGE_TILE // 2)
 """Rows of a tile times heads that one warpgroup has."""
 PANEL = kernel_constant(64)
@@ -58,70 +70,56 @@ setp.eq.u32 again, $0, 0xffffffff;
 """A branch that ptxas cannot remove. Without it exponentials move behind the next wait for a product."""
 
 
-class PrefillForm(NamedTuple):
-    """Sizes of the kernel that do not change results, and `tokens`, which changes their rounding."""
-
-    tokens: int
-    """Tokens of a block."""
-    stages: int
-    """Blocks of keys, and of values, in shared memory."""
-    box_tokens: int
-    """Tokens of a TMA copy, at most a page; 0: as many as possible."""
-    registers: int = 232
-    """Registers of a multiplying thread."""
-    copy_registers: int = 40
-    is_overlapped: bool = True
-    """Take exponentials while the product with values runs."""
-    takes_turns: bool = True
-    """The warpgroups issue products in turn, so one computes exponentials while the other multiplies."""
+def prefill_block_tokens(head_dim: int) -> int:
+    """Return the tokens of a block: as many as shared memory and registers allow. It decides how a row is rounded."""
+    return 64 if head_dim > 128 else 128
 
 
-def prefill_form(head_dim: int) -> PrefillForm:
-    """Return the form that is expected to be fastest; not measured yet."""
-    return PrefillForm(64, 2, 0) if head_dim > 128 else PrefillForm(128, 2, 0)
+def declined_prefill(k_plane_SKD: Tensor, page_tokens: int, num_heads: int, scale: float) -> str | None:
+    """Return why the kernel does not take a layer's large tiles, or None: its heads, its pages, the device.
+
+    Queries and outputs have the type of the pages.
+    """
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    if gl is None or not k_plane_SKD.is_cuda or torch.cuda.get_device_capability(k_plane_SKD.device)[0] != 9:
+        return "it runs on Hopper GPUs with Gluon only"
+    if k_plane_SKD.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in half precision, not in {k_plane_SKD.dtype}"
+    if not 64 <= head_dim <= 256 or head_dim % 8:
+        return f"head_dim is {head_dim}, and a multiple of 8 from 64 to 256 is computed"
+    if num_heads // num_kv_heads > LARGE_TILE:
+        return f"{num_heads // num_kv_heads} query heads share a key head, {LARGE_TILE} may"
+    if page_tokens % MIN_PAGE_TOKENS:
+        return f"pages have {page_tokens} tokens, and a multiple of {MIN_PAGE_TOKENS} is copied"
+    return None if scale > 0 else f"the scale of scores is {scale}, and maxima are taken before it"
 
 
-def takes_prefill_warpgroups(call: TileCall, k_plane_SKD: Tensor, page_tokens: int) -> bool:
-    """Return True if the kernel supports these queries and pages: Hopper, half precision, a head dim, whole copies."""
-    (_, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
-    return (
-        gl is not None
-        and head_dim in HEAD_DIMS
-        and num_heads // num_kv_heads <= LARGE_TILE
-        and page_tokens % MIN_PAGE_TOKENS == 0
-        and call.scoring.scale > 0
-        and call.q_THD.dtype in (torch.bfloat16, torch.float16)
-        and k_plane_SKD.dtype == call.out_TX.dtype == call.q_THD.dtype
-        and call.q_THD.is_cuda
-        and torch.cuda.get_device_capability(call.q_THD.device)[0] == 9
-    )
-
-
-def attend_prefill_warpgroups(
-    call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int, form: PrefillForm | None = None
-) -> None:
+def attend_prefill(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> None:
     """Launch all large tiles of a step, without the merge."""
     (_, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
-    form = form or prefill_form(head_dim)
     scale, window, sinks_H, softcap = call.scoring
-    box_tokens = min(form.tokens, form.box_tokens or form.tokens, page_tokens & -page_tokens)
+    tokens = prefill_block_tokens(head_dim)
+    box_tokens = min(tokens, page_tokens & -page_tokens)
     planes = [_describe(plane_SKD, box_tokens) for plane_SKD in (k_plane_SKD, v_plane_SKD)]
     # A capped score is softcap * tanh(inner * product), and exponentials have base 2.
     inner, outer = (0.0, scale) if softcap is None else (scale / softcap, softcap)
-    _attend_kernel[(call.num_sms,)](
+    _attend_kernel[(call.num_sms * PREFILL_PROGRAMS_PER_SM,)](
         call.q_THD, *planes, call.out_TX, *call.partials, call.page_table_NP, call.work.tiles_X8,
         call.page_table_NP.stride(0), sinks_H, inner, outer * LOG2_E, window or 0,
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=128 if head_dim == 96 else head_dim, PAGE_TOKENS=page_tokens, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks_H is not None, HAS_CAP=softcap is not None, TOKENS=form.tokens, STAGES=form.stages,
-        BOX=box_tokens, REGISTERS=form.registers, COPY_REGISTERS=form.copy_registers, OVERLAP=form.is_overlapped,
-        TURNS=form.takes_turns, num_warps=4, **pdl_flags(call.q_THD),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim),
+        PAGE_TOKENS=page_tokens, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
+        HAS_CAP=softcap is not None, TOKENS=tokens, BOX=box_tokens, num_warps=4, **pdl_flags(call.q_THD),
     )  # fmt: skip
 
 
+def _block_d(head_dim: int) -> int:
+    """Return the columns of a head in shared memory: 64, 128 or 256."""
+    return max(64, next_power_of_two(head_dim))
+
+
 def _describe(plane_SKD: Tensor, box_tokens: int) -> object:
-    """Describe boxes of tokens x 64 columns of one head. Columns after an odd head dim are copied as zeros."""
-    if plane_SKD.shape[2] % 64 == 0:
+    """Describe boxes of tokens x 64 columns of one head. Columns beyond the head dim are copied as zeros."""
+    if plane_SKD.shape[2] == _block_d(plane_SKD.shape[2]):
         layout = gl.NVMMASharedLayout(128, 16, rank=2)
         return TensorDescriptor.from_tensor(plane_SKD.view(len(plane_SKD), -1), [box_tokens, 64], layout)
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -180,15 +178,9 @@ def _blocks_of(low, high, position, window, HAS_WINDOW: constexpr, TOKENS: const
 
 
 @gluon_jit
-def _place_of(count, STAGES: constexpr):
-    """Return the place of a block in the ring, and the phase of the barriers there."""
-    if STAGES == 2:
-        place = count & 1
-        phase = count >> 1 & 1
-    else:
-        place = count % STAGES
-        phase = count // STAGES & 1
-    return place, phase
+def _place_of(count):
+    """Return the place of a block in the ring of two, and the phase of the barriers there."""
+    return count & 1, count >> 1 & 1
 
 
 @gluon_jit
@@ -203,17 +195,19 @@ def _load_pages(p_row_pages, n, seen, high, PAGE_TOKENS: constexpr, TOKENS: cons
 
 
 @gluon_jit
-def _copy_block(plane, pages, n, i_head, bar, s_boxes, first_box, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr):
+def _copy_block(
+    plane, pages, n, i_head, bar, s_boxes, first_box, HEAD_DIM: constexpr, BLOCK_D: constexpr, PAGE_TOKENS: constexpr
+):  # fmt: skip
     """Start the copies of a block of keys or values; their arrival flips the barrier. Page -1 gives zeros."""
     BOX: constexpr = plane.block_shape[0]
     NUM_BOXES: constexpr = len(pages)
-    NUM_PANELS: constexpr = (HEAD_DIM + PANEL - 1) // PANEL
+    NUM_PANELS: constexpr = BLOCK_D // PANEL
     hopper.mbarrier.expect(bar, NUM_BOXES * NUM_PANELS * plane.block_type.nbytes)
     for i_box in gl.static_range(NUM_BOXES):
         slot = pages[i_box] * PAGE_TOKENS + (n + i_box * BOX) % PAGE_TOKENS
         for i_panel in gl.static_range(NUM_PANELS):
             s_box = s_boxes.index(first_box + i_panel * NUM_BOXES + i_box)
-            if HEAD_DIM % PANEL == 0:
+            if HEAD_DIM == BLOCK_D:
                 coordinate = [slot, i_head * HEAD_DIM + i_panel * PANEL]
             else:
                 coordinate = [slot, i_head, i_panel * PANEL]
@@ -226,11 +220,11 @@ def _copy(
     NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr,
 ):  # fmt: skip
     """Copy the blocks of all of this program's tiles."""
-    STAGES: constexpr = s_k.shape[0]
     TOKENS: constexpr = s_k.shape[1]
+    BLOCK_D: constexpr = s_k.shape[2]
     BOX: constexpr = k_plane.block_shape[0]
-    NUM_BOXES: constexpr = s_k.shape[2] // PANEL * (TOKENS // BOX)
-    if HEAD_DIM % PANEL == 0:
+    NUM_BOXES: constexpr = BLOCK_D // PANEL * (TOKENS // BOX)
+    if HEAD_DIM == BLOCK_D:
         s_k_boxes = s_k._reinterpret(s_k.dtype, [STAGES * NUM_BOXES, BOX, PANEL], k_plane.layout)
         s_v_boxes = s_v._reinterpret(s_v.dtype, [STAGES * NUM_BOXES, BOX, PANEL], k_plane.layout)
     else:
@@ -249,15 +243,17 @@ def _copy(
             n = begin + i_block * TOKENS
             # Page ids are loaded a block ahead.
             next_pages = _load_pages(p_row_pages, n + TOKENS, seen, high, PAGE_TOKENS, TOKENS, BOX)
-            place, phase = _place_of(count + i_block, STAGES)
+            place, phase = _place_of(count + i_block)
             hopper.mbarrier.wait(k_freed.index(place), phase ^ 1)
             _copy_block(
-                k_plane, pages, n, i_head, k_filled.index(place), s_k_boxes, place * NUM_BOXES, HEAD_DIM, PAGE_TOKENS
-            )
+                k_plane, pages, n, i_head, k_filled.index(place), s_k_boxes, place * NUM_BOXES,
+                HEAD_DIM, BLOCK_D, PAGE_TOKENS,
+            )  # fmt: skip
             hopper.mbarrier.wait(v_freed.index(place), phase ^ 1)
             _copy_block(
-                v_plane, pages, n, i_head, v_filled.index(place), s_v_boxes, place * NUM_BOXES, HEAD_DIM, PAGE_TOKENS
-            )
+                v_plane, pages, n, i_head, v_filled.index(place), s_v_boxes, place * NUM_BOXES,
+                HEAD_DIM, BLOCK_D, PAGE_TOKENS,
+            )  # fmt: skip
             pages = next_pages
         count += num_blocks
 
@@ -370,10 +366,9 @@ def _attend(
     p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, s_q, s_k, s_v,
     k_filled, k_freed, v_filled, v_freed,
     HALF: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, HAS_WINDOW: constexpr,
-    HAS_SINKS: constexpr, HAS_CAP: constexpr, BOX: constexpr, OVERLAP: constexpr, TURNS: constexpr,
+    HAS_SINKS: constexpr, HAS_CAP: constexpr, BOX: constexpr,
 ):  # fmt: skip
     """Attend 64 rows times heads of all of this program's tiles: the first or second half of each."""
-    STAGES: constexpr = s_k.shape[0]
     TOKENS: constexpr = s_k.shape[1]
     BLOCK_D: constexpr = s_k.shape[2]
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
@@ -391,7 +386,7 @@ def _attend(
     tile = _load_next(p_tiles, first, 0, num_rounds, NUM_KV_HEADS)
     b_q = _load_queries(p_q, tile, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
     count = 0  # blocks so far: select places of the ring
-    if TURNS and HALF == 1:
+    if HALF == 1:
         _give_turn(HALF)
     for i_round in range(num_rounds):
         row, num_rows, position, low, high, first_partial, num_splits, i_head = tile
@@ -408,7 +403,7 @@ def _attend(
         b_acc = gl.zeros([HEIGHT, BLOCK_D], gl.float32, out_layout)
         b_m = gl.full([HEIGHT], -float("inf"), gl.float32, row_layout)
         b_l = _sum_tokens(b_none)
-        place, phase = _place_of(count, STAGES)
+        place, phase = _place_of(count)
         hopper.mbarrier.wait(k_filled.index(place), phase)
         score = hopper.warpgroup_mma(s_rows, s_k.index(place).permute((1, 0)), b_none, use_acc=False, is_async=True)
         b_score = hopper.warpgroup_mma_wait(0, deps=[score])
@@ -422,36 +417,29 @@ def _attend(
             hopper.mbarrier.wait(v_filled.index(place), phase)
             _zero_unseen(s_v, place, begin, seen, high, BOX)
         for i_block in range(1, num_blocks):
-            v_place, v_phase = _place_of(count + i_block - 1, STAGES)
-            place, phase = _place_of(count + i_block, STAGES)
+            v_place, v_phase = _place_of(count + i_block - 1)
+            place, phase = _place_of(count + i_block)
             hopper.mbarrier.wait(k_filled.index(place), phase)
-            if TURNS:
-                _await_turn(HALF)
+            _await_turn(HALF)
             score = hopper.warpgroup_mma(s_rows, s_k.index(place).permute((1, 0)), b_none, use_acc=False, is_async=True)
             hopper.mbarrier.wait(v_filled.index(v_place), v_phase)
             acc = hopper.warpgroup_mma(b_p, s_v.index(v_place), b_acc, is_async=True)
-            if TURNS:
-                _give_turn(HALF)
-            if OVERLAP:
-                b_score = hopper.warpgroup_mma_wait(1, deps=[score])
-            else:
-                b_score, b_acc = hopper.warpgroup_mma_wait(0, deps=[score, acc])
-                hopper.mbarrier.arrive(v_freed.index(v_place), count=1)
+            _give_turn(HALF)
+            b_score = hopper.warpgroup_mma_wait(1, deps=[score])
             hopper.mbarrier.arrive(k_freed.index(place), count=1)
             b_score = _seen_scores(
                 b_score, begin + i_block * TOKENS, o_m // GROUP, seen, first_clear, high, clear, position, window, inner,
                 HAS_WINDOW, HAS_CAP,
             )  # fmt: skip
             b_soft, b_alpha, b_m, b_l = _soften(b_score, b_m, b_l, outer)
-            if OVERLAP:
-                gl.inline_asm_elementwise(STOP_ASM, "=r", [], gl.int32, False, 1)
-                # Wait before the loop's end: ptxas serializes all wgmma if one is still in flight there.
-                b_acc, b_soft = hopper.warpgroup_mma_wait(0, deps=[acc, b_soft])
-                hopper.mbarrier.arrive(v_freed.index(v_place), count=1)
+            gl.inline_asm_elementwise(STOP_ASM, "=r", [], gl.int32, False, 1)
+            # Wait before the loop's end: ptxas serializes all wgmma if one is still in flight there.
+            b_acc, b_soft = hopper.warpgroup_mma_wait(0, deps=[acc, b_soft])
+            hopper.mbarrier.arrive(v_freed.index(v_place), count=1)
             b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, out_layout))[:, None]
             b_p = gl.convert_layout(b_soft.to(dtype), p_layout)
         count += num_blocks
-        v_place, v_phase = _place_of(count - 1, STAGES)
+        v_place, v_phase = _place_of(count - 1)
         last = begin + (num_blocks - 1) * TOKENS
         hopper.mbarrier.wait(v_filled.index(v_place), v_phase)
         if last + TOKENS > high:
@@ -489,17 +477,16 @@ def _attend(
         if BLOCK_D > 128:  # no registers are left earlier
             b_q = _load_queries(p_q, next_tile, HALF, NUM_HEADS, GROUP, HEAD_DIM, wide_layout)
         tile = next_tile
-    if TURNS and HALF == 0:
+    if HALF == 0:
         _await_turn(HALF)
 
 
-@gluon_jit
+@gluon_jit_counting("table_stride", "window")
 def _attend_kernel(
     p_q, k_plane, v_plane, p_out, p_partial_out, p_partial_lse, p_pages, p_tiles, table_stride, p_sinks, inner, outer,
     window,
     NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr, PAGE_TOKENS: constexpr,
-    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, TOKENS: constexpr, STAGES: constexpr,
-    BOX: constexpr, REGISTERS: constexpr, COPY_REGISTERS: constexpr, OVERLAP: constexpr, TURNS: constexpr,
+    HAS_WINDOW: constexpr, HAS_SINKS: constexpr, HAS_CAP: constexpr, TOKENS: constexpr, BOX: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
     dtype: constexpr = p_q.dtype.element_ty
@@ -522,11 +509,11 @@ def _attend_kernel(
     gl.warp_specialize([(_attend, (
         p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, s_q, s_k, s_v,
         k_filled, k_freed, v_filled, v_freed,
-        0, NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_SINKS, HAS_CAP, BOX, OVERLAP, TURNS,
+        0, NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_SINKS, HAS_CAP, BOX,
     )), (_attend, (
         p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_sinks, inner, outer, window, s_q, s_k, s_v,
         k_filled, k_freed, v_filled, v_freed,
-        1, NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_SINKS, HAS_CAP, BOX, OVERLAP, TURNS,
+        1, NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_SINKS, HAS_CAP, BOX,
     )), (_copy, (
         k_plane, v_plane, p_pages, p_tiles, table_stride, window, s_k, s_v, k_filled, k_freed, v_filled, v_freed,
         NUM_KV_HEADS, HEAD_DIM, PAGE_TOKENS, HAS_WINDOW,

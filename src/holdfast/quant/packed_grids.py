@@ -1,4 +1,4 @@
-"""IQ2 and IQ3 blocks to float32: an index selects several magnitudes from a grid, and bits give their signs.
+"""Values of IQ2 and IQ3 blocks, which stay as stored: an index selects several magnitudes from a grid, and bits give their signs.
 
 data/ggml_grids.json holds the grids. Each block has 256 elements and begins with a float16 scale. A magnitude has six bits,
 a sub-scale five and a scale 11, so every product is exact in float32.
@@ -7,7 +7,7 @@ N blocks, S sub-blocks in a block, E elements in a block, G indices in a block, 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
@@ -15,7 +15,7 @@ import torch
 
 
 @cache
-def _grids() -> Mapping[str, torch.Tensor]:
+def _grids(device: torch.device) -> Mapping[str, torch.Tensor]:
     """Return each grid as one integer a row [R]: bytes of W magnitudes."""
     text = resources.files("holdfast").joinpath("data", "ggml_grids.json").read_text(encoding="utf-8")
     tables: dict[str, torch.Tensor] = {}
@@ -23,15 +23,15 @@ def _grids() -> Mapping[str, torch.Tensor]:
         values = bytes(grid["values"])
         digits = "".join(grid["rows"]).encode().translate(bytes.maketrans(b"01234567"[: len(values)], values))
         row_type = {4: torch.int32, 8: torch.int64}[grid["width"]]
-        tables[name] = torch.frombuffer(bytearray(digits), dtype=torch.uint8).view(row_type)
+        tables[name] = torch.frombuffer(bytearray(digits), dtype=torch.uint8).view(row_type).to(device)
     return tables
 
 
 @cache
-def _signs() -> torch.Tensor:
+def _signs(device: torch.device) -> torch.Tensor:
     """Return eight signs for each byte, as one integer [256]: bit i is set if element i is negative."""
     bits = torch.arange(256, dtype=torch.int16).unsqueeze(1) >> torch.arange(8, dtype=torch.int16) & 1
-    return bits.mul_(-2).add_(1).to(torch.int8).view(torch.int64).view(-1)
+    return bits.mul_(-2).add_(1).to(torch.int8).view(torch.int64).view(-1).to(device)
 
 
 def _even_signs(seven_bits: torch.Tensor) -> torch.Tensor:
@@ -45,8 +45,8 @@ def _fill(
     name: str, indices_NG: torch.Tensor, signs: torch.Tensor, scales_NS: torch.Tensor, out_NE: torch.Tensor
 ) -> None:
     """Set values to scale * magnitude * sign. `signs` are bytes, one for eight elements."""
-    magnitudes = _grids()[name].index_select(0, indices_NG.reshape(-1).to(torch.int32)).view(torch.int8)
-    magnitudes.mul_(_signs().index_select(0, signs.reshape(-1).to(torch.int32)).view(torch.int8))
+    magnitudes = _grids(out_NE.device)[name].index_select(0, indices_NG.reshape(-1).to(torch.int32)).view(torch.int8)
+    magnitudes.mul_(_signs(out_NE.device).index_select(0, signs.reshape(-1).to(torch.int32)).view(torch.int8))
     out_NE.copy_(magnitudes.view(out_NE.shape))
     num_sub_blocks = scales_NS.shape[1]
     out_NE.view(-1, num_sub_blocks, 256 // num_sub_blocks).mul_(scales_NS.unsqueeze(2))
@@ -69,7 +69,7 @@ def _words(blocks: torch.Tensor, first_byte: int) -> torch.Tensor:
 
 def _packed_signs(words: torch.Tensor) -> torch.Tensor:
     """Four times seven bits of signs in the low 28 bits of each word."""
-    return _even_signs(words.unsqueeze(2) >> torch.arange(0, 28, 7, dtype=torch.int32) & 0x7F)
+    return _even_signs(words.unsqueeze(2) >> torch.arange(0, 28, 7, dtype=torch.int32, device=words.device) & 0x7F)
 
 
 def _fill_iq2_xxs(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ def _fill_iq2_xs(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
 
 def _fill_iq2_s(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     """32 bytes of indices, 32 of signs, eight with two high bits of each index, eight of sub-scales; by 16 elements."""
-    high_bits = blocks[:, 66:74].unsqueeze(2) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+    high_bits = blocks[:, 66:74].unsqueeze(2) >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device) & 3
     indices_NG = blocks[:, 2:34].to(torch.int32) | high_bits.flatten(1).to(torch.int32) << 8
     _fill("IQ2_S", indices_NG, blocks[:, 34:66], _scales(blocks, _halves(blocks[:, 74:]), 1 / 8), out_NE)
 
@@ -102,16 +102,20 @@ def _fill_iq3_xxs(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
 
 def _fill_iq3_s(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     """64 bytes of indices, eight with a ninth bit of each, 32 of signs, four of sub-scales; by 32 elements."""
-    ninth_bits = blocks[:, 66:74].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
+    ninth_bits = blocks[:, 66:74].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     indices_NG = blocks[:, 2:66].to(torch.int32) | ninth_bits.flatten(1).to(torch.int32) << 8
     _fill("IQ3_S", indices_NG, blocks[:, 74:106], _scales(blocks, _halves(blocks[:, 106:]), 1), out_NE)
 
 
-GRID_FILLS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+_FILLS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "IQ2_XXS": _fill_iq2_xxs,
     "IQ2_XS": _fill_iq2_xs,
     "IQ2_S": _fill_iq2_s,
     "IQ3_XXS": _fill_iq3_xxs,
     "IQ3_S": _fill_iq3_s,
 }
-"""Fills `out_NE` from blocks, by type."""
+
+
+def fill_grid(name: str) -> Callable[[Sequence[torch.Tensor], torch.Tensor], None]:
+    """Return the function that fills `out_NE` from the one plane of this type."""
+    return lambda planes, out_NE: _FILLS[name](planes[0], out_NE)

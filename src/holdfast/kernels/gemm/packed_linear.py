@@ -1,0 +1,117 @@
+"""Products and lookups of packed weights: pieces of rows are dequantized into the workspace and multiplied.
+
+T rows, K inputs, N outputs, R rows of a piece, V rows of a table
+
+This is the reference of all schemes, on any device. Values are rounded to the type of activations first, so a product
+equals that of the expanded weight. Kernels take a part (q, k, v; gate, up) as a whole.
+"""
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.gemm.packed_block_linear import packed_block_linear, packed_block_rows
+from holdfast.kernels.native_library import native_for
+from holdfast.kernels.packed_kernels import piece_rows
+from holdfast.quant.packed_tiles import TILE_SCHEMES
+from holdfast.quant.packed_values import dequantize_rows, fill_rows
+from holdfast.quant.packed_weight import PackedPart, PackedWeight
+
+LOOKED_UP_ELEMENTS = 2**18
+"""Elements of table rows that are dequantized at a time."""
+
+
+def packed_linear(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out_TN: Tensor, matrix: int = 0) -> Tensor:
+    """Multiply [T, K] by one matrix of a packed weight into `out_TN`, in its type; `matrix` counts stacked experts."""
+    if x_TK.shape[0] == 0:
+        return out_TN
+    x_TK = x_TK.float() if x_TK.is_cpu else x_TK
+    for part in weight.parts:
+        rows = slice(part.row_start, part.row_start + part.num_rows)
+        bias = None if bias_N is None else bias_N[rows]
+        if part.scheme.title in TILE_SCHEMES and part.scheme.row_group > 1:
+            _multiply_tiles(x_TK, part, matrix, bias, out_TN[:, rows], weight)
+        else:
+            _multiply_part(x_TK, part, matrix, bias, out_TN[:, rows], weight.room)
+    return out_TN
+
+
+def _multiply_tiles(
+    x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, weight: PackedWeight
+) -> None:
+    tiles_GX = part.planes[0] if part.planes[0].dim() == 2 else part.planes[0][matrix]
+    is_float32 = out_TN.dtype == torch.float32
+    y_TN = out_TN if is_float32 else torch.empty(out_TN.shape, dtype=torch.float32)
+    bias = bias_N if bias_N is None or bias_N.dtype == torch.float32 else bias_N.float()
+    packed_block_linear(x_TK, tiles_GX, part.scheme, bias, y_TN, weight.activations, weight.room)
+    if not is_float32:
+        out_TN.copy_(y_TN)
+
+
+def _multiply_part(
+    x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, room: Tensor | None
+) -> None:
+    num_rows, num_columns = part.shape[-2:]
+    step = piece_rows(num_rows, num_columns, x_TK.device.type, part.scheme.row_group)
+    for start in range(0, num_rows, step):
+        end = min(start + step, num_rows)
+        weight_RK = _rounded(part, matrix, (start, end), room, out_TN.dtype if x_TK.is_cpu else x_TK.dtype)
+        bias = None if bias_N is None else bias_N[start:end]
+        _multiply_piece(x_TK, weight_RK, bias, out_TN[:, start:end])
+
+
+def _rounded(part: PackedPart, matrix: int, rows: tuple[int, int], room: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return rows of a part as an expanded weight has them, in `room`."""
+    num_rows, num_columns = rows[1] - rows[0], part.shape[-1]
+    num_elements = num_rows * num_columns
+    device = part.planes[0].device
+    room = torch.empty(8 * num_elements, dtype=torch.uint8, device=device) if room is None else room
+    values_RK = room[: 4 * num_elements].view(torch.float32).view(num_rows, num_columns)
+    dequantize_rows(part, matrix, rows, values_RK)
+    if dtype == torch.float32:
+        return values_RK
+    first = -(-4 * num_elements // 256) * 256
+    rounded = room[first : first + dtype.itemsize * num_elements].view(dtype).view(num_rows, num_columns)
+    rounded.copy_(values_RK)
+    return values_RK.copy_(rounded) if device.type == "cpu" else rounded
+
+
+def _multiply_piece(x_TK: Tensor, weight_RK: Tensor, bias_R: Tensor | None, out_TR: Tensor) -> None:
+    """Multiply by rows of a weight into some columns of the result."""
+    if x_TK.is_cpu:
+        bias = None if bias_R is None else bias_R.float()
+        y_TR = torch.empty(x_TK.shape[0], weight_RK.shape[0])
+        library = native_for(x_TK, weight_RK, bias, y_TR)
+        if library is None:
+            y_TR = torch.nn.functional.linear(x_TK, weight_RK, bias)
+        else:
+            pointers = x_TK.data_ptr(), weight_RK.data_ptr(), 0 if bias is None else bias.data_ptr(), y_TR.data_ptr()
+            library.holdfast_linear(*pointers, len(x_TK), *weight_RK.shape)
+        out_TR.copy_(y_TR)
+    elif out_TR.dtype != x_TK.dtype:
+        y_TR = torch.mm(x_TK, weight_RK.t(), out_dtype=out_TR.dtype)
+        out_TR.copy_(y_TR if bias_R is None else y_TR.add_(bias_R))
+    elif bias_R is None:
+        out_TR.copy_(torch.mm(x_TK, weight_RK.t()))
+    else:
+        out_TR.copy_(torch.addmm(bias_R, x_TK, weight_RK.t()))
+
+
+def lookup_packed(ids_T: Tensor, table: PackedWeight, out_TK: Tensor) -> Tensor:
+    """Dequantize rows of a packed table by index into `out_TK`, rounded once to its type."""
+    (part,) = table.parts
+    num_columns = table.shape[-1]
+    if part.scheme.row_group > 1:
+        if out_TK.dtype == torch.float32:
+            return packed_block_rows(ids_T, part.planes[0], part.scheme, out_TK)
+        return out_TK.copy_(packed_block_rows(ids_T, part.planes[0], part.scheme, torch.empty(out_TK.shape)))
+    step = max(1, LOOKED_UP_ELEMENTS // num_columns)
+    for start in range(0, len(ids_T), step):
+        ids = ids_T[start : start + step]
+        planes = [
+            tensor if plane.is_shared else tensor.index_select(0, ids)
+            for plane, tensor in zip(part.scheme.planes, part.planes, strict=True)
+        ]
+        values = torch.empty(len(ids), num_columns, device=out_TK.device)
+        fill_rows(part.scheme, planes, values)
+        out_TK[start : start + step].copy_(values)
+    return out_TK

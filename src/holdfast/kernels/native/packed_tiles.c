@@ -1,0 +1,43 @@
+// One plane of packed rows into its place in tiles of 16 interleaved rows.
+
+#include <stdint.h>
+#include <string.h>
+
+#define TILE_ROWS 16
+
+// Bit 4g + i to bit g of byte i: then one shift takes the fifth bits of four columns to their codes.
+static uint32_t by_byte(uint32_t bits) {
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++)
+        for (int g = 0; g < 8; g++) out |= (bits >> (4 * g + i) & 1) << (8 * i + g);
+    return out;
+}
+
+#define DEFINE_SPREAD(UNIT)                                                                                             \
+    static void spread_##UNIT(const unsigned char *from, unsigned char *to, long bytes) {                               \
+        for (long i = 0; i < bytes; i += UNIT) memcpy(to + i * TILE_ROWS, from + i, UNIT);                              \
+    }
+DEFINE_SPREAD(1)
+DEFINE_SPREAD(2)
+DEFINE_SPREAD(4)
+
+// `plane` has `bytes` a block for `num_blocks` blocks of each row; `tiles` points to the plane in the first tile block.
+// Unit -4: words whose bits are also permuted.
+void holdfast_interleave(const unsigned char *plane, unsigned char *tiles, long num_rows, long num_blocks, long bytes,
+                         long unit, long block_bytes) {
+    for (long row = 0; row < num_rows; row++) {
+        unsigned char *tile = tiles + row / TILE_ROWS * num_blocks * block_bytes;
+        tile += row % TILE_ROWS * (unit < 0 ? -unit : unit);
+        for (long block = 0; block < num_blocks; block++, plane += bytes, tile += block_bytes) {
+            if (unit == 4) spread_4(plane, tile, bytes);
+            else if (unit == 2) spread_2(plane, tile, bytes);
+            else if (unit == 1) spread_1(plane, tile, bytes);
+            else {
+                uint32_t bits;
+                memcpy(&bits, plane, 4);
+                bits = by_byte(bits);
+                memcpy(tile, &bits, 4);
+            }
+        }
+    }
+}

@@ -1,0 +1,51 @@
+"""Which packed schemes a device multiplies by kernels, how planes are arranged for them, and pieces without; no torch.
+
+A kernel that lands adds its families here. A start without `packed_weights` keeps what has a kernel and expands the rest.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, tile_scheme
+
+PACKED_KERNELS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"int8", *(scheme.family for scheme in TILE_SCHEMES.values())}),
+    "cuda": frozenset({"int8", "mxfp4"}),
+}
+"""Families of schemes with a kernel, by kind of device: int8 and mxfp4 have those of `quantization`."""
+
+
+def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
+    """Return the scheme in which a device holds so many rows of a part: tiles on a CPU, if they fill whole groups."""
+    tiles = tile_scheme(scheme) if device_kind == "cpu" and num_rows % TILE_ROWS == 0 else None
+    return scheme if tiles is None else tiles
+
+
+def has_kernel(scheme: PackedScheme, device_kind: str) -> bool:
+    """Return True if a kernel of the device takes the planes; else the reference dequantizes pieces of rows."""
+    return scheme.family in PACKED_KERNELS[device_kind]
+
+
+PIECE_ELEMENTS: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**23}
+"""Most elements of a piece of rows that the reference dequantizes, unless one row has more. It holds them in float32, and
+in half precision too if that is the type of activations: at most 48 MiB."""
+LANE = "packed"
+"""Lane of the workspace for such a piece."""
+
+
+def piece_rows(num_rows: int, num_columns: int, device_kind: str, row_group: int = 1) -> int:
+    """Return the rows of a piece: whole groups of rows that lie interleaved."""
+    return min(num_rows, max(1, PIECE_ELEMENTS[device_kind] // num_columns // row_group) * row_group)
+
+
+def piece_specs(shapes: Iterable[tuple[int, int, int]], dtype: str, device_kind: str) -> tuple[TensorSpec, ...]:
+    """Return the tensors of the largest piece of these parts: values, and values rounded to half precision.
+
+    A shape is rows, columns, and rows that lie interleaved.
+    """
+    sizes = [piece_rows(rows, columns, device_kind, group) * columns for rows, columns, group in shapes]
+    if not sizes:
+        return ()
+    values = TensorSpec("values", (max(sizes),), "float32")
+    return (values,) if dtype == "float32" else (values, TensorSpec("rounded", (max(sizes),), dtype))
