@@ -46,7 +46,7 @@ MAX_FILE_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20
 """Bytes per step of checking, writing and copying from a GPU; writing needs no other memory."""
 MAX_COPIED_BYTES = 512 * 2**20
-STORED_DTYPES = {torch_name: name for name, torch_name in reversed(TORCH_DTYPES.items())}
+STORED_DTYPES = {torch_name: name for name, torch_name in reversed(list(TORCH_DTYPES.items()))}
 """Names of the format by torch's name; bytes are U8."""
 Progress = Callable[[int, int], None]
 
