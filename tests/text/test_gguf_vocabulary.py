@@ -131,14 +131,14 @@ def changed(folder: Path, **changes: object) -> Path:
     return folder
 
 
-CHANGES = {
-    "lstrip": {"added_tokens__1__lstrip": True},
-    "a space before text": {"pre_tokenizer__add_prefix_space": True},
-    "an affix": {"model__end_of_word_suffix": "</w>"},
-    "a normalizer": {"normalizer": {"type": "Lowercase"}},
-    "merges of scores": {"model__ignore_merges": True},
-    "no splitting": {"pre_tokenizer__use_regex": False},
-    "two ends": {
+CHANGES: dict[str, dict[str, object]] = {
+    "has lstrip": {"added_tokens__1__lstrip": True},
+    "by ByteLevel, in a way of its own": {"pre_tokenizer__add_prefix_space": True},
+    "have a prefix, a suffix or a dropout": {"model__end_of_word_suffix": "</w>"},
+    "normalizes text otherwise": {"normalizer": {"type": "Lowercase"}},
+    "splits text in a way of its own; those": {"model__ignore_merges": True},
+    "in a way of its own": {"pre_tokenizer__use_regex": False},
+    "adds other tokens than bos and eos": {
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}],
@@ -149,11 +149,12 @@ CHANGES = {
 }
 
 
-@for_each("what", CHANGES)
-def test_gguf_vocabulary_refuses_what_files_do_not_keep(tmp_path_factory, what):
-    folder = changed(tmp_path_factory.mktemp("m") / "m", **CHANGES[what])
-    with raises_code("quantize.tokenizer", UnsupportedModelError):
+@for_each("reason, changes", CHANGES.items())
+def test_gguf_vocabulary_refuses_what_files_do_not_keep(tmp_path_factory, reason, changes):
+    folder = changed(tmp_path_factory.mktemp("m") / "m", **changes)
+    with raises_code("quantize.tokenizer", UnsupportedModelError) as caught:
         gguf_vocabulary(folder, "m", NUM_ROWS, ())
+    assert reason in str(caught.value)
 
 
 def test_gguf_vocabulary_takes_the_ends_of_the_model(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.loading.gguf.source import GGUFSource, hugging_face_name, layer_modules
+from holdfast.loading.gguf.source import NATIVE_DTYPES, GGUFSource, hugging_face_name, layer_modules
 from holdfast.loading.model_files import open_directory, open_gguf
 from holdfast.loading.packed.source import PackedSource
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
@@ -179,7 +179,8 @@ def _plan_folder(model: OpenModel, target: str, tokenizer: TokenizerForms) -> Co
         config, files = {**read_json_object(file_inside(model.path, CONFIG_FILE))}, None
     else:
         config, files = folder_config(file, spec, model.generation), tokenizer.files()
-        stored_types = {hugging: file.tensors[name].type.name for name, hugging in _renamed(model).items()}
+        types = {theirs: file.tensors[name].type.name for name, theirs in _renamed(model).items()}
+        stored_types = {name: kind for name, kind in types.items() if kind not in NATIVE_DTYPES}
     dtype = spec.checkpoint_dtype if spec.checkpoint_dtype in SCALE_DTYPES else "bfloat16"
     fills = choose_all(model.parameters, source.entries).fills
     norm_added = spec.norm_offset - read_spec({**config, QUANTIZATION_KEY: None}).norm_offset

@@ -35,11 +35,24 @@ def rows(name: str) -> torch.Tensor:
         "below float16": normal * 1e-9,
         "subnormal": normal * 1e-39,
         "ties of magnitude": normal.sign() * 2.0,
+        "ties of codes": torch.cat((torch.full((16, 1), 127.0), torch.arange(255).repeat(16, 1) % 126 + 0.5), 1).view(
+            8, -1
+        ),
+        "almost equal": 1 + 1e-5 * normal,
     }[name]
 
 
 CASES = ("normal", "heavy tails", "zeros", "equal", "equal and negative", "far from zero", "far below zero")
-CASES += ("one of many", "an outlier", "whole and half steps", "large", "below float16", "ties of magnitude")
+CASES += (
+    "one of many",
+    "an outlier",
+    "whole and half steps",
+    "large",
+    "below float16",
+    "ties of magnitude",
+    "ties of codes",
+)
+CASES += ("almost equal",)
 
 
 def package_type(kind: str) -> gguf.GGMLQuantizationType:
@@ -157,10 +170,12 @@ def test_quantize_normal_weights_lose_as_little_as_measured(kind, most):
 
 @for_each("kind", KINDS)
 def test_quantize_blocks_do_not_depend_on_others(kind):
-    """Rows alone and together, over the seams of steps."""
+    """Rows alone and together, over the seams of steps; a single block."""
     num_rows = 2 * STEP_ELEMENTS // WIDTH + 3
     values = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1))
     together = quantize(values, kind).view(num_rows, -1)
     for row in (0, 1, STEP_ELEMENTS // WIDTH - 1, STEP_ELEMENTS // WIDTH, num_rows - 1):
         alone = quantize(values[row : row + 1], kind).view(-1)
         assert torch.equal(alone, together[row]), row
+    size = TYPES_BY_NAME[kind].block_elements
+    assert torch.equal(quantize(values[0, :size], kind)[0], together[0, : TYPES_BY_NAME[kind].block_bytes])
