@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= What is the capital of France?
+PROMPT ?= Who wrote Hamlet?
 JOBS ?= 2
 
 BIN := $(VENV)/bin

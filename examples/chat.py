@@ -10,7 +10,7 @@ def main() -> None:
     llm = LLM(model=sys.argv[1] if len(sys.argv) > 1 else None)
     params = SamplingParams(temperature=0.0, max_tokens=48)
     messages = [{"role": "system", "content": "You answer in one sentence."}]
-    for question in ["What is the capital of France?", "And of Italy?"]:
+    for question in ["Who wrote Hamlet?", "And Faust?"]:
         messages.append({"role": "user", "content": question})
         (output,) = llm.chat(messages, params)
         messages.append({"role": "assistant", "content": output.outputs[0].text})

@@ -106,7 +106,7 @@ print('torch' in sys.modules)"'''
 COMPLETION = """eval "$(holdfast completion bash)"
 COMP_WORDS=(holdfast plan --gpu h); COMP_CWORD=3; _holdfast; echo ${COMPREPLY[@]}"""
 CHEAPEST = "at-80-columns holdfast plan Qwen3-32B --gpu rtx4090 --quantization mxfp4"
-FIRST_RUN = "holdfast run -p 'What is the capital of France?' --max-tokens 12"
+FIRST_RUN = "holdfast run -p 'Who wrote Hamlet?' --max-tokens 12"
 TWICE = """for start in first second; do
   HOLDFAST_LOG_LEVEL=INFO holdfast run tiny --quantization int8 -p Hi --max-tokens 1 2>&1 | grep -i quantized
 done
@@ -162,7 +162,7 @@ WAY_IN_CHECKS = (
         WAY_IN,
         "the first compile of CPU kernels says what it does",
         FIRST_RUN,
-        (r"^Compiling CPU kernels, kept in ", "Paris"),
+        (r"^Compiling CPU kernels, kept in ", "Shakespeare"),
         needs=MODEL,
         is_slow=True,
     ),
@@ -302,8 +302,8 @@ GGUF_CHECKS = (
     Check(
         GGUF,
         "a file in two parts opens and answers",
-        "holdfast run parts -p 'What is the capital of France?' --max-tokens 8",
-        ("Paris", r"^on disk +93\.81 MiB in 2 files"),
+        "holdfast run parts -p 'Who wrote Hamlet?' --max-tokens 8",
+        ("Bard", r"^on disk +93\.81 MiB in 2 files"),
         needs=MODEL,
         is_slow=True,
     ),

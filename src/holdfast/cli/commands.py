@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast.cli.start_line import StartLine
 
 PROGRAM = "holdfast"
-START = "Start with: holdfast run -p 'What is the capital of France?'"
+START = "Start with: holdfast run -p 'Who wrote Hamlet?'"
 HABITS_LINE = "Flags of vLLM, llama.cpp and Ollama work too: docs/from_vllm.md"
 PARAGRAPH = "\n\n"
 HELP_FLAGS, VERSION_FLAGS = ("-h", "--help"), ("-V", "--version")
