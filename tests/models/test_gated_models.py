@@ -179,8 +179,7 @@ RANKED = {
 }
 
 
-@for_each("num_ranks", [2, 4])
-@for_each("kv_format", ["auto", "turboquant_4bit_nc"])
+@for_each("num_ranks, kv_format", [(2, "auto"), (4, "auto"), (2, "turboquant_4bit_nc")])
 def test_gated_heads_are_shared_with_their_gates(tmp_path, monkeypatch, num_ranks, kv_format):
     """Ranks that gather have the bits of one rank, those that sum are near; two key heads for up to four ranks."""
     require_native()
