@@ -58,6 +58,10 @@ def test_partial_rope_near_rows_are_exact(build, family):
     has_scales = any(bool((scales != 1).any()) for scales in scales_of(built))
     assert has_scales or family == "qwen3", "nothing is scaled, so nothing is tested"
     assert any(spec.has_key_bias for spec in built.plan.attention_specs) == (family == "qwen2")
+    owners = ("attention/key_bias", "attention/key_scales", "attention/key_means", "rope/table", "rope/frequencies")
+    held = {entry.owner: entry.num_bytes for entry in built.ledger if entry.owner in owners}
+    assert held == {term.owner: term.num_bytes for term in built.plan.memory.terms if term.owner in owners}
+    assert held["rope/frequencies"] == 4 * ROTARY_DIM // 2
     built.release()
 
 
