@@ -115,7 +115,8 @@ class DecoderDeclaration(NamedTuple):
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        return HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
+        is_rotated, has_output_gate = spec.rope is not None, spec.has_output_gate
+        return HeadGeometry(*shape, windows, *biases, *scores, is_rotated, has_output_gate=has_output_gate)
 
     def room_elements(self, mesh: Mesh, num_rows: int) -> int:
         return room_elements(self.rank(mesh), num_rows)

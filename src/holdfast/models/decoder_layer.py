@@ -86,7 +86,7 @@ class LayerBuilder(LayerParts):
         spec, rotary = self._spec, self._rope.rotaries[index]
         if spec.latent is None:
             norm = (spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
-            return grouped_layer(self, index, norm, rotary, self._backend)
+            return grouped_layer(self, index, norm, rotary, self._backend, spec.has_output_gate)
         assert rotary is not None, f"{spec.architecture} rotates nothing"
         weights = LatentWeights.of(self, index, spec.latent)
         if spec.latent.index is None:
