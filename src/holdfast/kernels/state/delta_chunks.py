@@ -31,7 +31,9 @@ from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 VALUES_PER_PROGRAM = 32
-"""Columns of a state that a program carries from chunk to chunk."""
+"""Fewest columns of a state that a program carries from chunk to chunk."""
+WAVE_PROGRAMS = 132
+"""Programs that run at once on an H200: their shared memory allows one per SM."""
 SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
@@ -126,12 +128,21 @@ def delta_chunks_triton(
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
         EPS=NORM_EPS, BLOCK=BLOCK_ROWS, **sizes, num_warps=4, **flags,
     )  # fmt: skip
-    block_v = min(VALUES_PER_PROGRAM, max(16, next_power_of_two(value_dim)))
+    block_v = scan_values(num_heads, value_dim, scores.dtype, inputs.by_channel)
     chunk_scan_kernel[(-(-value_dim // block_v) * num_heads, len(rows.sequences_N4))](
         q_TGK, k_TGK, v_THV, rows.sequences_N4, systems.view(scores.dtype), scores, coefficients, decays, state_PHKV,
         out_THV, q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), out_THV.stride(0), state_PHKV.stride(0),
         VALUE_DIM=value_dim, BLOCK_V=block_v, **sizes, num_warps=4, num_stages=SCAN_STAGES, **flags,
     )  # fmt: skip
+
+
+def scan_values(num_heads: int, value_dim: int, dtype: torch.dtype, by_channel: bool) -> int:
+    """Return the columns of a state per program, from the layer alone, so that batches change no bit.
+
+    If one sequence needs more than a wave of programs, each takes twice as many columns.
+    """
+    is_narrow = by_channel or dtype == torch.float32 or num_heads * -(-value_dim // VALUES_PER_PROGRAM) <= WAVE_PROGRAMS
+    return min(VALUES_PER_PROGRAM * (1 if is_narrow else 2), max(16, next_power_of_two(value_dim)))
 
 
 delta_chunks = operation(
