@@ -36,7 +36,7 @@ REFERENCE_HEADS = [
     Heads(2, 4, 16, 24, by_channel=True),
     Heads(1, 2, 40, 8, by_channel=True),
 ]
-KERNEL_HEADS = [Heads(1, 2, 24, 16), Heads(1, 1, 16, 40), Heads(1, 2, 8, 16, by_channel=True)]
+KERNEL_HEADS = [Heads(1, 2, 24, 16), Heads(1, 1, 16, 40), Heads(1, 1, 8, 16, by_channel=True)]
 
 
 def name_of(value: object) -> str:
@@ -188,6 +188,20 @@ def test_delta_rule_of_repeated_keys_is_exact(device, functions, by_channel) -> 
     torch.testing.assert_close(state_HKV.double(), exact_HKV, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("functions", [REFERENCES, KERNELS], ids=name_of)
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_delta_rule_of_short_vectors_matches_token_loop(device, functions, by_channel) -> None:
+    """Queries and keys so short that the number added to their square counts. Value heads share key heads."""
+    heads = Heads(2, 4, 16, 16, by_channel)
+    layer, tokens = make_layer(heads), make_tokens(heads, 5, scale=2e-4)
+    tokens.qkv_TC[:, 64:] *= 5e3
+    exact_THV, exact_HKV = delta_recurrence(layer, tokens)
+    for cuts in ((1, 2), (2,)):
+        out_THV, state_HKV = in_pieces(layer, tokens, cuts, functions, device)
+        torch.testing.assert_close(out_THV.double(), exact_THV, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(state_HKV.double(), exact_HKV, rtol=1e-5, atol=1e-7)
+
+
 def test_delta_rule_zero_rows_stay_finite() -> None:
     heads = Heads()
     layer, tokens = make_layer(heads), make_tokens(heads, 70)
@@ -208,6 +222,7 @@ def grouped(layer: Layer, tokens: Tokens) -> dict[str, torch.Tensor]:
     return {name: x.unsqueeze(0) for name, x in tensors.items()}
 
 
+@pytest.mark.each_value
 @HEADS
 def test_delta_rule_matches_transformers(heads) -> None:
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
