@@ -94,7 +94,7 @@ class Rig:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        self.layer, self.dtype, torch_dtype = layer, dtype, getattr(torch, dtype)
+        self.layer, self.pieces, self.dtype, torch_dtype = layer, pieces, dtype, getattr(torch, dtype)
         num_rows, places = sum(count for _, count in pieces), len(pieces)
         self.rows = rows_of(pieces, device)
         self.x_TC, self.a_TH, self.b_TH = (
@@ -148,9 +148,7 @@ class Rig:
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what references give on the CPU for convolved inputs of the kernel, in float32 and unrounded."""
-        rows = StateRows(
-            *(x if x is None else x.cpu() for x in (getattr(self.rows, name) for name in StateRows.__slots__))
-        )
+        rows = rows_of(self.pieces, torch.device("cpu"))
         x_TC, weight_CW, conv_PCW, z_THV, weight_V = (
             x.cpu().float().clone() for x in (self.x_TC, self.weight_CW, self.conv_LPCW[0], self.z_THV, self.weight_V)
         )

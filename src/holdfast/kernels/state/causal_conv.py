@@ -17,7 +17,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, release
 
 ROW_CHANNELS = 256
 """Channels per program of single rows."""
-TILE_ROWS, TILE_CHANNELS = 16, 128
+TILE_ROWS, TILE_CHANNELS = 32, 128
 """Rows and channels that a program of a chunk computes at once."""
 
 
@@ -62,11 +62,11 @@ def _convolve_piece(
 
 def _silu_of_taps(inputs: list[Tensor], weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
     """Return silu of the sum over taps in float32, the oldest input first."""
-    weight_CW = weight_CW.float()
-    y = inputs[0].float() * weight_CW[:, 0]
+    weight_WC = weight_CW.float().T.contiguous()
+    y = inputs[0].float() * weight_WC[0]
     for tap in range(1, len(inputs)):
-        y = y + inputs[tap].float() * weight_CW[:, tap]
-    return by_whole_vectors(F.silu, y if bias_C is None else y + bias_C.float())
+        y += inputs[tap].float() * weight_WC[tap]
+    return by_whole_vectors(F.silu, y if bias_C is None else y.add_(bias_C.float()))
 
 
 def _check_layout(x_TC: Tensor, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor) -> None:
@@ -174,11 +174,13 @@ def _conv_chunk_kernel(
             for tap in tl.static_range(WIDTH):
                 o_input = (i_chunk * CHUNK + o_row + (tap - WIDTH + 1)).to(tl.int64)
                 m_own = m_tile & (o_input >= 0)[:, None]
-                m_state = m_tile & (o_input < 0)[:, None] & has_before
-                b_own = tl.load(p_piece[None, :] + o_input[:, None] * x_stride, mask=m_own, other=0.0)
-                b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
+                b_input = tl.load(p_piece[None, :] + o_input[:, None] * x_stride, mask=m_own, other=0.0)
+                if i_chunk + first == 0:
+                    m_state = m_tile & (o_input < 0)[:, None] & has_before
+                    b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
+                    b_input = tl.where(m_own, b_input, b_before)
                 b_weight = tl.load(p_weight + o_c * WIDTH + tap, mask=m_c, other=0.0).to(tl.float32)
-                b_y += tl.where(m_own, b_own, b_before).to(tl.float32) * b_weight[None, :]
+                b_y += b_input.to(tl.float32) * b_weight[None, :]
             p_tile = p_rows[None, :] + o_row[:, None].to(tl.int64) * out_stride
             store_silu(p_tile, b_y, p_bias, o_c[None, :], m_c[None, :], m_tile)
         if i_chunk == 0:

@@ -447,26 +447,34 @@ def chunk_scan_kernel(
             p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK
             b_k_scale = tl.load(p_coefficient + o_c)[:, None]
             b_q_scale = tl.load(p_coefficient + CHUNK + o_c)[:, None]
+            p_rows, m_rows = p_outs + o_row * out_stride, m_c & m_v
             if BY_CHANNEL:
                 p_sums = p_decays + i_tile * CHUNK * KEY_DIM + o_k
                 b_sum = tl.load(p_sums[None, :] + o_c[:, None] * KEY_DIM, mask=m_k[None, :], other=0.0)
                 b_last = tl.load(p_sums + (CHUNK - 1) * KEY_DIM, mask=m_k, other=0.0)
                 b_decay = tl.exp(b_sum)
-                b_k_high, b_k_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
-                b_read = dot_wider(b_k_high, b_k_low, b_state)
-                b_q_high, b_q_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
-                b_out = dot_wider(b_q_high, b_q_low, b_state)
+                b_high, b_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
+                b_read = dot_wider(b_high, b_low, b_state)
+                b_high, b_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
+                b_out = dot_wider(b_high, b_low, b_state)
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                store_outputs(p_rows, b_out, b_score, b_write, m_rows)
+                b_high, b_low = halves(
+                    tl.trans(b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))), TYPE
+                )
+                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_high, b_low, b_write)
             else:
                 b_read = dot_wide(b_k, b_state) * b_k_scale
                 b_out = dot_wide(b_q, b_state) * b_q_scale
-            b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
-            b_out += dot_exact(b_score, b_write.to(TYPE))
-            tl.store(p_outs + o_row * out_stride, b_out.to(p_out.dtype.element_ty), mask=m_c & m_v)
-            if BY_CHANNEL:
-                b_key = b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))
-                b_k_high, b_k_low = halves(tl.trans(b_key), TYPE)
-                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_k_high, b_k_low, b_write)
-            else:
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                store_outputs(p_rows, b_out, b_score, b_write, m_rows)
                 b_write = b_write * tl.load(p_coefficient + 2 * CHUNK + o_c)[:, None]
                 b_state = b_state * tl.load(p_coefficient + 3 * CHUNK) + dot_wide(tl.trans(b_k), b_write)
         tl.store(p_tile, b_state, mask=m_state)
+
+
+@jit
+def store_outputs(p_rows, b_out, b_score, b_write, m_rows):
+    """Add what rows of the chunk wrote, and store outputs."""
+    b_out += dot_exact(b_score, b_write.to(b_score.dtype))
+    tl.store(p_rows, b_out.to(p_rows.dtype.element_ty), mask=m_rows)
