@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.cache.compressed import state_terms
+from holdfast.cache.places import state_terms
 from holdfast.cache.spec import LayerCache, kv_padding_term, uniform_cache
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, can_be_captured, exchange_terms
