@@ -83,7 +83,7 @@ class StateStorage:
 
     def __init__(self, kinds: Sequence[PlaceKind], num_places: int, device: torch.device, ledger: Ledger) -> None:
         self.kinds = tuple(kinds)
-        self.num_places = num_places
+        self.num_places, self.device = num_places, device
         specs = tuple(kind.tensor(num_places) for kind in kinds)
         self._arena = Arena(STATE_OWNER, specs, device, ledger, f"{num_places} places")
         self._states: dict[tuple[str, int], torch.Tensor] = {}

@@ -64,7 +64,7 @@ class DecoderDeclaration(NamedTuple):
     def _stage_without_tokens(self, mesh: Mesh, state: StateSpec) -> str | None:
         """Return None, or why a pipeline stage cannot run: pages are planned by layers that attend to tokens."""
         layers = mesh.layer_range(self.decoder.num_layers)
-        if any(layer not in state.layers for layer in layers):
+        if mesh.layers is None or any(layer not in state.layers for layer in layers):
             return None
         return f"layers {layers.start} to {layers.stop - 1} all keep a state, and a stage needs one that attends to tokens"
 

@@ -185,6 +185,10 @@ class ModelSpec:
     """Layers that keep a state (gated delta nets), in a model whose other layers have keys and values by head; None: none."""
     streams: StreamsSpec | None = None
     """None: one residual stream."""
+    rotary_dim: int | None = None
+    """First elements of a head that RoPE turns; None: the whole head."""
+    has_output_gate: bool = False
+    """Queries have a gate beside them: the output of attention is multiplied by its sigmoid."""
     num_draft_layers: int = 0
     """Layers after the last that checkpoints have for draft tokens; neither planned nor loaded."""
     num_ranks: int = 1

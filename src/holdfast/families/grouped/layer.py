@@ -96,11 +96,19 @@ class GroupedAttentionLayer:
 
 
 def build_layer(
-    parts: LayerParts, layer: int, norm: tuple[float, float] | None, rotary: Rotary | None, backend: GroupedBackend
+    parts: LayerParts,
+    layer: int,
+    norm: tuple[float, float] | None,
+    rotary: Rotary | None,
+    backend: GroupedBackend,
+    place: int | None = None,
 ) -> GroupedAttentionLayer:
-    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them."""
+    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them.
+
+    `place`: its number among the layers of the backend, if not all layers are of this family.
+    """
     prefix, head_norm = f"layers.{layer}", None
     if norm is not None:
         head_norm = HeadNorm(parts.plain(f"{prefix}.q_norm.weight"), parts.plain(f"{prefix}.k_norm.weight"), *norm)
     qkv, o = parts.linear(f"{prefix}.qkv"), parts.output(f"{prefix}.o")
-    return GroupedAttentionLayer(layer, qkv, o, head_norm, rotary, backend)
+    return GroupedAttentionLayer(layer if place is None else place, qkv, o, head_norm, rotary, backend)

@@ -89,13 +89,10 @@ class StateSpec:
 
     def tensors(self, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
         """Declare the tensors of `StateBuffers`."""
-        by_head = (num_rows, self.value_heads)
         return (
             TensorSpec("projected", (num_rows, sum(self.part_sizes)), dtype),
             TensorSpec("gate_inputs", (num_rows, 2 * self.value_heads), "float32"),
             TensorSpec("mixed", (num_rows, self.num_channels), dtype),
-            TensorSpec("decay", by_head, "float32"),
-            TensorSpec("beta", by_head, "float32"),
             TensorSpec("attended", (num_rows, self.value_size), dtype),
         )
 
