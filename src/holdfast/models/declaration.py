@@ -78,6 +78,8 @@ class HeadGeometry(NamedTuple):
     """Layers whose entries overlap, with an index to choose among them."""
     form_heads: int = 0
     """Compressed attention: `ModelSpec.form_heads`."""
+    has_output_gate: bool = False
+    """Grouped attention: the fused projection has a gate after each query head."""
     state: StateSpec | None = None
     """Layers that keep a state and no pages; None: none."""
 
@@ -132,7 +134,8 @@ class HeadGeometry(NamedTuple):
         base = cache, self.num_heads, self.score_scale, window, max_model_len, dtype, device_kind, group
         if not self.rope_dim:
             has_key_bias = self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized
-            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks)
+            gated = self.has_output_gate
+            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks, has_output_gate=gated)
         if not self.index_heads:
             return LatentAttentionSpec(*base, nope_dim=self.nope_dim, value_dim=self.value_dim)
         return SparseAttentionSpec(

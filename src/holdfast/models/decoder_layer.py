@@ -92,7 +92,7 @@ class LayerBuilder(LayerParts):
         if spec.latent is None:
             norm = (spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
             place = None if spec.state is None else sum(not spec.has_state(layer) for layer in range(index))
-            return grouped_layer(self, index, norm, rotary, self._backend, place)
+            return grouped_layer(self, index, norm, rotary, self._backend, spec.has_output_gate, place)
         assert rotary is not None, f"{spec.architecture} rotates nothing"
         weights = LatentWeights.of(self, index, spec.latent)
         if spec.latent.index is None:

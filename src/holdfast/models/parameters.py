@@ -481,7 +481,7 @@ def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts
 
 def _list_grouped(one: _Lister, spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     """List the fused projection, and the norms of query and key heads."""
-    qkv = [(names.q, spec.query_size), (names.k, spec.kv_size), (names.v, spec.kv_size)]
+    qkv = [(names.q, spec.query_rows), (names.k, spec.kv_size), (names.v, spec.kv_size)]
     parameters = one.linear("qkv", qkv, spec.hidden_size, "rows", spec.qkv_bias)
     if spec.qk_norm:
         parameters += one.norm("q_norm", names.q_norm, spec.head_dim)

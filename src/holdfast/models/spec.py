@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
-from holdfast.families.grouped.spec import GroupedSpec
+from holdfast.families.grouped.spec import GroupedSpec, query_step
 from holdfast.families.latent.spec import IndexSpec, LatentSpec
 from holdfast.families.state.spec import StateSpec
 
@@ -16,7 +16,7 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions: half-split pairs (element i with element i + head_dim/2).
+    """Rotary positions: half-split pairs (element i with element i + rope_dim/2).
 
     `kind` decides which fields below it apply, as in the Hugging Face config of the same name.
     """
@@ -143,12 +143,16 @@ class ModelSpec:
     activation: Activation = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
+    has_output_gate: bool = False
+    """q_proj has a gate after each query head; its sigmoid multiplies the head's output before o_proj."""
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMS norm over head_dim of every query and key head, before RoPE."""
     rope: RopeSpec | None = None
     """None: learned positions, one row each, starting at `position_offset`."""
+    rotary_dim: int | None = None
+    """Elements of a head that RoPE rotates, the first ones; an even number. None: the whole head."""
     position_offset: int = 0
     embedding_size: int | None = None
     """Width of the token embedding if it differs from hidden_size and is projected (OPT-350m)."""
@@ -185,10 +189,6 @@ class ModelSpec:
     """Layers that keep a state (gated delta nets), in a model whose other layers have keys and values by head; None: none."""
     streams: StreamsSpec | None = None
     """None: one residual stream."""
-    rotary_dim: int | None = None
-    """First elements of a head that RoPE turns; None: the whole head."""
-    has_output_gate: bool = False
-    """Queries have a gate beside them: the output of attention is multiplied by its sigmoid."""
     num_draft_layers: int = 0
     """Layers after the last that checkpoints have for draft tokens; neither planned nor loaded."""
     num_ranks: int = 1
@@ -215,12 +215,17 @@ class ModelSpec:
     @property
     def key_part(self) -> slice:
         """Columns of the fused QKV projection that are keys."""
-        return slice(self.query_size, self.query_size + self.kv_size)
+        return slice(self.query_rows, self.query_rows + self.kv_size)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of q_proj: query heads, and their gates if they have any."""
+        return query_step(self.has_output_gate) * self.query_size
 
     @property
     def attention(self) -> GroupedSpec | LatentSpec | CompressedSpec:
         """The spec of the model's attention family."""
-        return self.latent or self.compressed or GroupedSpec(self.num_kv_heads)
+        return self.latent or self.compressed or GroupedSpec(self.num_kv_heads, self.has_output_gate)
 
     @property
     def form_heads(self) -> int:
@@ -263,7 +268,7 @@ class ModelSpec:
     def rope_dim(self) -> int:
         """Elements of a head, or beside a latent, that RoPE rotates."""
         attention = self.attention
-        return self.head_dim if isinstance(attention, GroupedSpec) else attention.rope_dim
+        return self.rotary_dim or self.head_dim if isinstance(attention, GroupedSpec) else attention.rope_dim
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """Return the RoPE of a layer; None if positions are learned."""

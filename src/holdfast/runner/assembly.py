@@ -255,8 +255,8 @@ class Assembly:
         spec, plan, turns = self.spec, self.plan, None
         if spec.rope is not None and any(own.has_key_bias for own in specs):
             dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
-            turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self.device)
-        biases = split_biases(self.weights, specs, spec.has_separable_key_bias, turns)
+            turns = key_turns(spec, spec.rope, longest, dtype, self.device)
+        biases = split_biases(self.weights, specs, spec.has_separable_key_bias, turns, spec.rope_dim)
         if biases.qkv:
             self.ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
         return biases
