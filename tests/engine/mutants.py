@@ -636,7 +636,7 @@ def holes_are_filled_with_a_page_that_is_not_full(patch):
 
 @mutant("starts inside a page|reads what is not its own|is written and holds a registered prefix", first_seed=2)
 def blocks_have_the_size_of_one_groups_pages(patch):
-    def block_tokens(groups):
+    def block_tokens(groups, grid=1):
         return min((group.page_tokens for group in groups if not group.is_state), default=1)
 
     patch.setattr(holdfast.cache.prefix, "block_tokens", block_tokens)

@@ -5,13 +5,18 @@ A state is what a layer has gathered of all tokens so far, one per sequence. It 
     places   [ 0 .. max_num_seqs - 1: slots of the runner ][ .. + num_snapshots - 1: snapshots ]
 
 A snapshot is a copy of a slot's state at the end of a block of the prefix cache. A prefix can be a hit only there.
+A step copies snapshots to slots before it computes anything, and slots to snapshots after it. Steps run in order. So a
+later step may read what a step in flight writes. A place that a step in flight reads or writes is not written again.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 GRID = 64
 """Tokens of a chunk of the state kernels: a prompt that is cut at multiples of it has the same bits as a whole one."""
 SNAPSHOT_TOKENS = 8192
+NO_PLACE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,86 @@ class StateRule:
         whole = left - 1 if left % self.grid == 1 else left
         return whole if most >= whole else most // self.grid * self.grid
 
-    def least(self, start: int, num_prompt_tokens: int) -> int:
-        """Return the rows of the shortest piece that can come next."""
-        return self.piece(start, num_prompt_tokens, max(min(num_prompt_tokens - start, self.grid), 1))
+
+class Snapshots:
+    """Places 0 .. num_places - 1 of snapshots, free or held; the least recently used one that may go is evicted first.
+
+    A snapshot *between* others may go before all others: it divides a long prompt, or a longer prefix of the same
+    sequence has a snapshot too and no other sequence has branched off. To take one between evicts only such.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self.held: OrderedDict[int, bool] = OrderedDict()
+        """Whether each held place is between others; least recently used first."""
+        self._written = [0] * num_places
+        """The last step that writes each place, held or not ..."""
+        self._read = [0] * num_places
+        """... and the last one that reads it."""
+        self._settled = 0
+        self.on_evict: Callable[[int], None] = self.forget
+        """Called with a held place to evict; must call forget(place)."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self.held)
+
+    def find(self, step: int, *, is_between: bool) -> int:
+        """Return the place that a snapshot of `step` would take: a free one, or the next to evict; or NO_PLACE."""
+        free = (place for place in range(self.num_places) if place not in self.held)
+        between = (place for place, own in self.held.items() if own)
+        others = (place for place, own in self.held.items() if not own and not is_between)
+        for places in (free, between, others):
+            for place in places:
+                if self._is_idle(place, step):
+                    return place
+        return NO_PLACE
+
+    def take(self, step: int, *, is_between: bool) -> int:
+        """Hold a place that `step` writes, the most recently used one; NO_PLACE if none may be written."""
+        place = self.find(step, is_between=is_between)
+        if place == NO_PLACE:
+            return NO_PLACE
+        if place in self.held:
+            self.on_evict(place)
+            assert place not in self.held, f"snapshot {place} was to be evicted and is still held"
+        self.held[place] = is_between
+        self._written[place] = step
+        return place
+
+    def read(self, place: int, step: int) -> None:
+        """Record that `step` reads a place: it becomes the most recently used one."""
+        self.held[place] = False
+        self.held.move_to_end(place)
+        self._read[place] = step
+
+    def yield_place(self, place: int) -> None:
+        """Evict a snapshot before those that are not between others."""
+        self.held[place] = True
+
+    def forget(self, place: int) -> None:
+        """Free a place."""
+        del self.held[place]
+
+    def written_by(self, place: int) -> int:
+        """Return the step that writes a held place."""
+        return self._written[place]
+
+    def settle(self, step: int) -> None:
+        """Record that the steps up to this one have run, or were dropped."""
+        self._settled = step
+
+    def pending(self) -> list[int]:
+        """Return the held places that steps in flight write."""
+        return [place for place in self.held if self._written[place] > self._settled]
+
+    def _is_idle(self, place: int, step: int) -> bool:
+        """True if no step in flight uses a place, nor `step` itself writes it. It reads places before it writes any."""
+        return self._written[place] <= self._settled and (
+            self._read[place] <= self._settled or self._read[place] == step
+        )
+
+    def check(self) -> None:
+        """Assert that every held place exists."""
+        strange = [place for place in self.held if not 0 <= place < self.num_places]
+        assert not strange, f"snapshots {strange} are held, of {self.num_places}"

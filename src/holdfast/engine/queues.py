@@ -3,7 +3,7 @@
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from holdfast.request.sequence import Sequence, SequenceState
@@ -193,14 +193,20 @@ class PromptRows:
     Otherwise a long prompt would take all rows of every step, and a short one would wait for its end.
     """
 
-    def __init__(self, num_rows: int, num_shares: int = 1) -> None:
+    def __init__(self, num_rows: int, num_shares: int = 1, least: int = 1) -> None:
+        """`least`: rows of the shortest piece of a prompt."""
         self.left = num_rows
-        self._most = -(-num_rows // max(num_shares, 1))
+        self._least = least
+        self._most = max(-(-num_rows // max(num_shares, 1)), least)
 
-    def take(self, num_wanted: int, *, is_first: bool) -> int:
-        """Return the rows for a sequence with `num_wanted` left: all if 1, else a share. The first always gets one."""
+    def take(self, num_wanted: int, *, is_first: bool, fit: Callable[[int], int] | None = None) -> int:
+        """Return the rows for a sequence with `num_wanted` left: all if 1, else a share. The first always gets `least`.
+
+        `fit` cuts a share to what a step can compute.
+        """
         if num_wanted <= 1:
-            return num_wanted
-        num_taken = min(num_wanted, max(min(self.left, self._most), int(is_first)))
+            return num_wanted if fit is None else fit(num_wanted)
+        num_taken = min(num_wanted, max(min(self.left, self._most), self._least if is_first else 0))
+        num_taken = num_taken if fit is None else fit(num_taken)
         self.left = max(self.left - num_taken, 0)
         return num_taken

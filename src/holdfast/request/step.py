@@ -114,7 +114,9 @@ NO_STEP = Step(0)
 
 
 def check_step(step: Step) -> None:
-    """Raise MessageError for an admitted sequence whose counts exceed its tokens."""
+    """Raise MessageError for an admitted sequence whose counts exceed its tokens, or that gets two states."""
     for one in step.admitted:
         if one.num_prompt_tokens > len(one.token_ids) or one.num_stored >= len(one.token_ids):
             raise MessageError("wire.malformed", reason=f"slot {one.slot} has more counted tokens than tokens")
+        if one.fork_of >= 0 and one.state_from >= 0:
+            raise MessageError("wire.malformed", reason=f"slot {one.slot} gets the states of two places")
