@@ -51,7 +51,9 @@ def make_step_rope(
     return StepRope(rows, tokens, tuple(entries))
 
 
-def key_turns(spec: ModelSpec, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device) -> KeyTurns:
+def key_turns(
+    spec: ModelSpec, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> KeyTurns:
     """Compute the rotations of key biases that pages are stored without (kernels/attention/key_bias.py)."""
     turns = rope_frequencies(rope, spec.rope_dim, spec.max_position, max_model_len)
     return make_key_turns(*turns, max_model_len, dtype, device, spec.head_dim // 2)

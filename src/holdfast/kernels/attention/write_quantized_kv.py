@@ -13,7 +13,14 @@ from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import NEAR_SCALE, KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, in_pair_order, num_query_heads, num_turned_pairs, turned_heads
+from holdfast.kernels.attention.write_kv import (
+    HeadNorm,
+    Rotary,
+    in_pair_order,
+    num_query_heads,
+    num_turned_pairs,
+    turned_heads,
+)
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.operation import operation, pdl_flags
