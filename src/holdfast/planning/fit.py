@@ -9,6 +9,7 @@ from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.places import PlaceKind, place_bytes
 from holdfast.cache.spec import CacheSpec
+from holdfast.cache.states import StateRule
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
 from holdfast.distributed.mesh import Mesh
@@ -76,6 +77,14 @@ class RunnerPlan:
         """What sequences keep beside their pages."""
         pages = self.resolved.pages()
         return () if pages is None else pages.states
+
+    @property
+    def state_rule(self) -> StateRule | None:
+        """How prompts are cut and snapshots taken; None if no layer keeps a state that pages cannot replace."""
+        if self.resolved.state_layers() is None:
+            return None
+        config = self.resolved.request.config
+        return StateRule(num_snapshots=self.resolved.num_snapshots, snapshot_tokens=config.snapshot_tokens)
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

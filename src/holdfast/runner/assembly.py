@@ -141,6 +141,7 @@ class Assembly:
                 self.row_sizes,
                 partial(copy_cache, storage, states),
                 PooledRows(spec.hidden_size, plan.resolved.dtype, device, ledger),
+                plan.state_rule,
             )
         )
         self.releases.append(runner.close)
