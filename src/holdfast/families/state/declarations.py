@@ -68,12 +68,13 @@ class TorchStateDeclaration(StateDeclaration):
         return unsupported_state(*layers.spec.shape)
 
     def terms(self, layers: StateLayers, bounds: StepBounds) -> tuple[Term, ...]:
-        """Declare copies of a step's rows in float32, and the products of a chunk, beside the lists."""
-        spec, rows = layers.spec, bounds.max_num_rows + bounds.max_num_seqs * CHUNK_ROWS
-        keys, values = spec.value_heads * spec.key_dim, spec.value_size
-        num_elements = rows * (4 * keys + 6 * values + 4 * spec.value_heads * CHUNK_ROWS)
-        num_elements += bounds.max_num_seqs * 3 * spec.value_heads * spec.key_dim * spec.value_dim
-        reason = "rows of a step in float32, products of their chunks, and states that advance"
+        """Declare what a step takes beside the lists: copies of rows in float32, of single rows, and of one chunk."""
+        spec, keys = layers.spec, layers.spec.value_heads * layers.spec.key_dim
+        num_elements = bounds.max_num_rows * max(spec.num_channels, 5 * spec.value_size)
+        num_elements += bounds.max_num_seqs * (3 * spec.num_channels * spec.conv_width + 5 * keys)
+        num_elements += CHUNK_ROWS * (6 * keys + 6 * spec.value_size + 5 * spec.value_heads * CHUNK_ROWS)
+        num_elements += 3 * spec.value_heads * spec.key_dim * spec.value_dim
+        reason = "rows of a step in float32, one chunk of them at a time, and a state that advances"
         return (*super().terms(layers, bounds), Term("states/rows", bytes_for("float32", (num_elements,)), reason))
 
 
