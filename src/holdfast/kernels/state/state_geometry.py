@@ -13,8 +13,8 @@ MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
 """Taps of a causal convolution that kernels accept."""
 MAX_HEAD_DIM = 256
 """Most elements of a key or a value."""
-COEFFICIENTS = ("key read", "query read", "key write", "last decay")
-"""Planes of the coefficients of a chunk's rows, if gates are by head."""
+COEFFICIENTS = 4
+"""Numbers for each row of a chunk (see `chunk_systems_kernel`)."""
 
 
 def unsupported_state(key_heads: int, value_heads: int, key_dim: int, value_dim: int, conv_width: int) -> str | None:
@@ -47,13 +47,11 @@ def delta_chunk_specs(
     """Return the scratch of `delta_chunks` on a GPU. `gate` is "head", or "channel" (KDA)."""
     assert gate in ("head", "channel"), f"{gate=}"
     slots = num_chunks(max_rows, max_num_seqs)
-    tile = (slots, value_heads, CHUNK_ROWS, CHUNK_ROWS)
-    planes = 1 if dtype == "float32" else 2
-    sums = (slots, value_heads, CHUNK_ROWS, key_dim) if gate == "channel" else (0,)
+    square = (slots, value_heads, CHUNK_ROWS, CHUNK_ROWS)
+    sums = (slots, value_heads, CHUNK_ROWS, key_dim) if gate == "channel" else (0, value_heads, CHUNK_ROWS, key_dim)
     return (
-        TensorSpec("chunk systems", tile, "float32"),
-        TensorSpec("chunk inverses", (planes, *tile), dtype),
-        TensorSpec("chunk scores", tile, dtype),
-        TensorSpec("chunk coefficients", (slots, value_heads, len(COEFFICIENTS), CHUNK_ROWS), "float32"),
+        TensorSpec("chunk systems", square, "float32"),
+        TensorSpec("chunk scores", square, dtype),
+        TensorSpec("chunk coefficients", (slots, value_heads, COEFFICIENTS, CHUNK_ROWS), "float32"),
         TensorSpec("chunk decays", sums, "float32"),
     )
