@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import holdfast.cache.prefix
+import holdfast.engine.holdings
 import holdfast.engine.scheduler
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.pages import FreeRuns, PagePool
@@ -664,7 +665,7 @@ def a_state_of_all_tokens_is_hit(patch):
     real = PrefixCache.__init__
     patch.setattr(PrefixCache, "__init__", init)
     patch.setattr(holdfast.cache.prefix, "can_hit", has_rows)
-    patch.setattr(holdfast.engine.scheduler, "can_hit", has_rows)
+    patch.setattr(holdfast.engine.holdings, "can_hit", has_rows)
 
 
 @mutant("sequences hold pages .* times, the pool counts", first_seed=47)

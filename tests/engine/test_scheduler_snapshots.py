@@ -130,7 +130,7 @@ def test_snapshot_goes_with_its_pages():
     assert scheduler.snapshots.num_held == 1
     scheduler.add(sequence(2, 30, max_tokens=1))
     shapes(scheduler)
-    assert list(scheduler.prefix.by_snapshot.values())[0].index == 6
+    assert [one.index for one in scheduler.prefix.by_snapshot.values()] == [6]
     assert scheduler.snapshots.num_held == 1
 
 

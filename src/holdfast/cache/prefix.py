@@ -239,14 +239,19 @@ class PrefixCache:
         """Return the chain of a new sequence, which shares only with the same salt."""
         return PrefixChain(salt, self._hash(salt))
 
-    def match(
-        self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int, *, needs_state: bool = True
-    ) -> PrefixHit:
-        """Return the longest prefix of the first `num_tokens` that every group can serve, in one walk over blocks.
+    def match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
+        """Return the longest prefix of the first `num_tokens` that a sequence can start on.
 
-        If there are snapshots, it ends with one; without `needs_state` it need not.
+        Every group can serve it, and a snapshot follows it if there are states outside the pages.
         """
-        needs_state = needs_state and self.snapshots is not None
+        return self._match(chain, token_ids, num_tokens, self.snapshots is not None)
+
+    def match_pages(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
+        """Like `match`, for a sequence that gets its state from another one."""
+        return self._match(chain, token_ids, num_tokens, False)
+
+    def _match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int, needs_state: bool) -> PrefixHit:
+        """Find a hit in one walk over blocks."""
         found: list[PrefixEntry] = []
         runs = [0] * len(self._windows)
         num_served = 0

@@ -63,7 +63,9 @@ class Snapshots:
         self._written = [0] * num_places
         """The last step that writes each place, held or not ..."""
         self._read = [0] * num_places
-        """... and the last one that reads it."""
+        """... the last one that reads it ..."""
+        self._read_before = [0] * num_places
+        """... and the last one before that."""
         self._settled = 0
         self.on_evict: Callable[[int], None] = self.forget
         """Called with a held place to evict; must call forget(place)."""
@@ -99,7 +101,8 @@ class Snapshots:
         """Record that `step` reads a place: it becomes the most recently used one."""
         self.held[place] = False
         self.held.move_to_end(place)
-        self._read[place] = step
+        if self._read[place] != step:
+            self._read_before[place], self._read[place] = self._read[place], step
 
     def yield_place(self, place: int) -> None:
         """Evict a snapshot before those that are not between others."""
@@ -123,9 +126,8 @@ class Snapshots:
 
     def _is_idle(self, place: int, step: int) -> bool:
         """True if no step in flight uses a place, nor `step` itself writes it. It reads places before it writes any."""
-        return self._written[place] <= self._settled and (
-            self._read[place] <= self._settled or self._read[place] == step
-        )
+        last_use = max(self._written[place], self._read_before[place])
+        return last_use <= self._settled and (self._read[place] <= self._settled or self._read[place] == step)
 
     def check(self) -> None:
         """Assert that every held place exists."""

@@ -3,7 +3,7 @@
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from holdfast.request.sequence import Sequence, SequenceState
@@ -199,14 +199,13 @@ class PromptRows:
         self._least = least
         self._most = max(-(-num_rows // max(num_shares, 1)), least)
 
-    def take(self, num_wanted: int, *, is_first: bool, fit: Callable[[int], int] | None = None) -> int:
-        """Return the rows for a sequence with `num_wanted` left: all if 1, else a share. The first always gets `least`.
-
-        `fit` cuts a share to what a step can compute.
-        """
+    def share(self, num_wanted: int, *, is_first: bool) -> int:
+        """Return the most rows for a sequence with `num_wanted` left: all if 1, else a share. The first may always go on."""
         if num_wanted <= 1:
-            return num_wanted if fit is None else fit(num_wanted)
-        num_taken = min(num_wanted, max(min(self.left, self._most), self._least if is_first else 0))
-        num_taken = num_taken if fit is None else fit(num_taken)
-        self.left = max(self.left - num_taken, 0)
-        return num_taken
+            return num_wanted
+        return min(num_wanted, max(min(self.left, self._most), self._least if is_first else 0))
+
+    def use(self, num_wanted: int, num_taken: int) -> None:
+        """Take rows for a sequence with `num_wanted` left; the only one of a sequence is free."""
+        if num_wanted > 1:
+            self.left = max(self.left - num_taken, 0)

@@ -93,7 +93,6 @@ The caller must finish a sequence that has max_tokens of output, or got no token
 
 from collections import deque
 from collections.abc import Sequence as SequenceABC
-from functools import partial
 
 from holdfast.cache.groups import HOLE, by_position
 from holdfast.cache.prefix import OpenRows, PrefixHit
@@ -143,7 +142,6 @@ class Scheduler(Holdings):
         if self._short is not None and not self.serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self.stage_share()
-        follower = self._queues.first_waiting if self.num_waiting and self.state_rule is not None else None
         assert propose is None or not self.has_unlike_rows, "rows of draft tokens would be computed together"
         guesses = None if propose is None or self._has_states else Guesses(propose, self.spare_rows())
         for num_before, sequence in enumerate(running):
@@ -152,14 +150,8 @@ class Scheduler(Holdings):
                 break
             track = self._tracks[sequence.sequence_id]
             start, num_tokens = sequence.num_scheduled, len(sequence.token_ids) + sequence.num_coming
-            num_new_tokens = min(num_tokens - start, track.longest - start, budget)
-            if self._windows:
-                num_new_tokens = min(num_new_tokens, self.most_ahead(sequence))
-            if self.has_unlike_rows:
-                num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
-            has_grid = self.state_rule is not None and start < sequence.num_prompt_tokens
-            fit = partial(self.cut, sequence, follower, start) if has_grid else None
-            num_new_tokens = rows.take(num_new_tokens, is_first=not items, fit=fit)
+            most = min(num_tokens - start, track.longest - start, budget)
+            num_new_tokens = self._take_rows(sequence, most, rows, is_first=not items)
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -189,6 +181,19 @@ class Scheduler(Holdings):
             return self.launched(items)
         is_stuck = self.in_flight and self._quarantine and self.num_waiting
         return None if is_stuck else LiveStep(())
+
+    def _take_rows(self, sequence: Sequence, most: int, rows: PromptRows, *, is_first: bool) -> int:
+        """Return how many rows of a running sequence are computed next, at most `most`."""
+        start = sequence.num_scheduled
+        if self._windows:
+            most = min(most, self.most_ahead(sequence))
+        if self.has_unlike_rows:
+            most = min(most, _rows_alike(sequence, start))
+        num_rows = rows.share(most, is_first=is_first)
+        if self.state_rule is not None and start < sequence.num_prompt_tokens:
+            num_rows = self.cut(sequence, start, num_rows)
+        rows.use(most, num_rows)
+        return num_rows
 
     def _prompt_rows(self, most: int | None) -> PromptRows:
         """Prompt rows of the next step. A waiting prompt has a share, once until a sequence arrives or leaves."""
@@ -347,38 +352,33 @@ class Scheduler(Holdings):
         if num_tokens // self.prefix.block_tokens > chain.num_blocks:
             self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
 
-    def cut(self, sequence: Sequence, follower: Sequence | None, start: int, most: int) -> int:
-        """Return the rows of the next piece of a sequence with states, at most `most`; 0 if these are too few for one.
+    def cut(self, sequence: Sequence, start: int, most: int) -> int:
+        """Return the rows of the next piece of a prompt with states, at most `most`; 0 if these are too few for one.
 
-        A piece of a prompt ends where its state will be wanted: at the last whole block of the prompt, where pages of
-        others end, where `follower`, the next to start, differs, and every `snapshot_tokens`.
+        A piece ends where its state will be wanted: at the last whole block of the prompt, where cached pages ended,
+        where the next sequence to start differs, and every `snapshot_tokens`.
         """
-        assert self.state_rule is not None, f"{named(sequence)} has no state"
+        assert self.state_rule is not None and self.snapshots is not None, f"{named(sequence)} has no state"  # noqa: PT018
         num_rows = self.state_rule.piece(start, sequence.num_prompt_tokens, most)
         track, end, block_tokens = self._tracks[sequence.sequence_id], start + num_rows, self.prefix.block_tokens
         track.snapshot_at = 0
-        if (
-            not self._caches_prefixes
-            or start >= sequence.num_prompt_tokens
-            or end // block_tokens == start // block_tokens
-        ):
+        if not self._caches_prefixes or end // block_tokens == start // block_tokens:
             return num_rows
-        own, last = (track.chain, sequence.token_ids), (sequence.num_prompt_tokens - 1) // block_tokens * block_tokens
-        wanted = {last, track.branch_at, self._common_tokens(sequence, start, follower)}
+        last = (sequence.num_prompt_tokens - 1) // block_tokens * block_tokens
+        wanted = last, track.branch_at, self._common_tokens(sequence, start)
         every = -(-self.state_rule.snapshot_tokens // block_tokens) * block_tokens
-        between = set(range((start // every + 1) * every, end + 1, every))
-        for position in sorted(place for place in wanted | between if start < place <= end):
+        between = range((start // every + 1) * every, end + 1, every)
+        for position in sorted([place for place in (*wanted, *between) if start < place <= end]):
             track.is_between = position not in wanted
-            has_place = self.snapshots is not None and (
-                self.snapshots.find(self.num_steps + 1, is_between=track.is_between) != NO_PLACE
-            )
-            if has_place and self.prefix.lacks_snapshot(*own, position):
+            has_place = self.snapshots.find(self.num_steps + 1, is_between=track.is_between) != NO_PLACE
+            if has_place and self.prefix.lacks_snapshot(track.chain, sequence.token_ids, position):
                 track.snapshot_at = position
                 return position - start
         return num_rows
 
-    def _common_tokens(self, sequence: Sequence, start: int, follower: Sequence | None) -> int:
-        """Return the whole blocks, in tokens, that a waiting sequence could share with a prompt that goes on at `start`."""
+    def _common_tokens(self, sequence: Sequence, start: int) -> int:
+        """Return the tokens of whole blocks that a prompt, which goes on at `start`, shares with the next to start."""
+        follower = self._queues.first_waiting if self.num_waiting else None
         if follower is None or not self.uses_cache(follower):
             return 0
         first, own = start // self.prefix.block_tokens, self._tracks[sequence.sequence_id].chain
@@ -557,7 +557,7 @@ class Scheduler(Holdings):
     def _has_rows(self, sequence: Sequence, start: Start, budget: int) -> bool:
         """True if a step with `budget` rows left can go on from a start."""
         if self.state_rule is None or start.num_computed >= sequence.num_prompt_tokens:
-            return budget > 0
+            return budget != 0
         return self.state_rule.piece(start.num_computed, sequence.num_prompt_tokens, budget) > 0
 
     def _most_admitted(self) -> int:
@@ -594,9 +594,8 @@ class Scheduler(Holdings):
             num_new_tokens = min(num_new_tokens, max_new_tokens)
             if self.has_unlike_rows:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
-            if self.state_rule is not None:
-                follower = self._queues.first_waiting if self.num_waiting else None
-                num_new_tokens = self.cut(sequence, follower, first, num_new_tokens)
+            if self.state_rule is not None and first < sequence.num_prompt_tokens:
+                num_new_tokens = self.cut(sequence, first, num_new_tokens)
         # It gets a page of its own to release, even if its first step does not reach the end of the hit.
         has_grown = self.grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without pages"
@@ -616,7 +615,7 @@ class Scheduler(Holdings):
         is_copied = start.source is not None or bool(start.hit.open_rows)
         track.ready_step = self.num_steps + 1 if is_copied else self.prefix.pending_step(sequence.tables)
         track.copies = ()
-        track.state_from = track.state_to = NO_PLACE
+        track.state_from, track.state_to, track.snapshot_at = NO_PLACE, NO_PLACE, 0
         track.branch_at = start.hit.num_known * self.prefix.block_tokens
         if self.snapshots is not None and start.source is None and start.hit.snapshot != NO_PLACE:
             track.state_from = start.hit.snapshot
@@ -644,7 +643,8 @@ class Scheduler(Holdings):
         if self.has_unlike_rows:
             # Its output may be in the prompt of another sequence.
             most = min(most, sequence.num_prompt_tokens)
-        return self.prefix.match(chain, sequence.token_ids, most, needs_state=needs_state)
+        match = self.prefix.match if needs_state else self.prefix.match_pages
+        return match(chain, sequence.token_ids, most)
 
     def is_still_blocked(self, sequence: Sequence) -> bool:
         """True if nothing has changed since this sequence did not fit: no sequence left or claims less, and its prefix hit is
