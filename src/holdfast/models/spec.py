@@ -6,6 +6,7 @@ from typing import Literal
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.grouped.spec import GroupedSpec, query_step
 from holdfast.families.latent.spec import IndexSpec, LatentSpec
+from holdfast.families.state.spec import StateSpec
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["largest", "two_largest"]
@@ -110,6 +111,8 @@ class LayerKind:
     compressor: CompressorSpec | None = None
     has_table: bool = False
     """A table gives its experts."""
+    has_state: bool = False
+    """It keeps a state instead of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ class ModelSpec:
     compressed: CompressedSpec | None = None
     """Compressed attention in every layer: `num_kv_heads` is 1, `head_dim` the elements of a token and of an entry,
     `rope` is for layers with entries and `local_rope` for those without; None: any other attention."""
+    state: StateSpec | None = None
+    """Layers that keep a state (gated delta nets), in a model whose other layers have keys and values by head; None: none."""
     streams: StreamsSpec | None = None
     """None: one residual stream."""
     num_draft_layers: int = 0
@@ -238,6 +243,16 @@ class ModelSpec:
     def attention_products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the weights around attention, in order of computation; those of an index last."""
         return self.attention.products(self.hidden_size, self.num_heads, self.head_dim)
+
+    @property
+    def layer_products(self) -> tuple[tuple[int, int], ...]:
+        """Like `attention_products`, with those of layers that keep a state."""
+        states = () if self.state is None else self.state.products(self.hidden_size)
+        return (*self.attention_products, *states)
+
+    def has_state(self, layer: int) -> bool:
+        """Return True if a layer keeps a state instead of tokens."""
+        return self.state is not None and layer in self.state.layers
 
     @property
     def has_separable_key_bias(self) -> bool:
@@ -305,7 +320,7 @@ class ModelSpec:
         compressor = None if self.compressed is None else self.compressed.compressors[layer]
         experts = self.layer_experts(layer)
         has_table = experts is not None and layer in experts.table_layers
-        return LayerKind(experts, self.layer_index(layer), compressor, has_table)
+        return LayerKind(experts, self.layer_index(layer), compressor, has_table, self.has_state(layer))
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
         """Keep only the first layers."""
@@ -337,6 +352,8 @@ class ModelSpec:
         if spec.latent is not None and spec.latent.index is not None:
             index = replace(spec.latent.index, shared_layers=own(spec.latent.index.shared_layers))
             spec = replace(spec, latent=replace(spec.latent, index=index))
+        if spec.state is not None:
+            spec = replace(spec, state=spec.state.slice(first, last))
         if spec.compressed is not None:
             compressors = spec.compressed.compressors[first:last]
             has_index = any(one is not None and one.is_overlapped for one in compressors)

@@ -84,7 +84,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
 
     Each rank measures its own heads, in common steps: `spec` is the rank's, token ids come from the whole vocabulary.
     """
-    backend = runner.backend
+    backend = runner.backend.paged
     num_tokens = min(WARM_TOKENS, runner.limits.max_model_len)
     while sum(group.most_pages(num_tokens, STEP_TOKENS) for group in runner.groups) > runner.num_pages:
         num_tokens -= 1
@@ -109,11 +109,11 @@ def read_in_steps(
     measure: Callable[[int, torch.Tensor, HeadNorm | None, Rotary | None], None],
 ) -> None:
     """Run a text through the model in short steps of one sequence; `measure` gets the rows of each layer and step."""
-    backend, ids, num_tokens = runner.backend, list(token_ids), len(token_ids)
+    backend, ids, num_tokens = runner.backend.paged, list(token_ids), len(token_ids)
     assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no keys by head"
     step_tokens = min(STEP_TOKENS, 1 << (runner.limits.max_num_batched_tokens.bit_length() - 1))
     tables = ring_tables(runner.groups, num_tokens, step_tokens)
-    sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
+    sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables, slot=0)
     num_rows = 0
 
     def measure_rows(layer: int, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
@@ -130,7 +130,7 @@ def read_in_steps(
 
 def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mapping[int, torch.Tensor]) -> None:
     """Give each layer its mean, found on the host: to the bias of its scores, or as the vector that its keys are short of."""
-    limits, backend = runner.limits, runner.backend
+    limits, backend = runner.limits, runner.backend.paged
     assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no means"
     shape = spec.rope_dim, spec.max_position, limits.max_model_len
     turns = {

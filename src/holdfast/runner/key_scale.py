@@ -59,7 +59,7 @@ def scale_keys(runner: Runner, specs: Sequence[GroupedAttentionSpec], token_ids:
 
     No token is read if a sequence or the pages hold too few. Each rank measures its own heads.
     """
-    backend = runner.backend
+    backend = runner.backend.paged
     num_tokens = _num_tokens(runner, len(token_ids))
     if not num_tokens or not isinstance(backend, GroupedBackend):
         return 0, 0

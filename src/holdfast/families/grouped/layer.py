@@ -109,10 +109,15 @@ def build_layer(
     rotary: Rotary | None,
     backend: GroupedBackend,
     has_output_gate: bool = False,
+    place: int | None = None,
 ) -> GroupedAttentionLayer:
-    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them."""
+    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them.
+
+    `place`: its number among the layers of the backend, if not all layers are of this family.
+    """
     prefix, head_norm = f"layers.{layer}", None
     if norm is not None:
         head_norm = HeadNorm(parts.plain(f"{prefix}.q_norm.weight"), parts.plain(f"{prefix}.k_norm.weight"), *norm)
     qkv, o = parts.linear(f"{prefix}.qkv"), parts.output(f"{prefix}.o")
-    return GroupedAttentionLayer(layer, qkv, o, head_norm, rotary, backend, has_output_gate)
+    place = layer if place is None else place
+    return GroupedAttentionLayer(place, qkv, o, head_norm, rotary, backend, has_output_gate)
