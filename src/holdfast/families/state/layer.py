@@ -59,9 +59,7 @@ class StateWeights(NamedTuple):
 class StateLayer:
     """One layer."""
 
-    def __init__(
-        self, spec: StateSpec, in_proj: Linear, o: Linear, weights: StateWeights, states: LayerStates
-    ) -> None:
+    def __init__(self, spec: StateSpec, in_proj: Linear, o: Linear, weights: StateWeights, states: LayerStates) -> None:
         self.in_proj, self.o = in_proj, o
         self._spec, self._weights, self._states = spec, weights, states
 
