@@ -230,7 +230,7 @@ CHAT_TEMPLATES = {
         {%- endif %}
     {%- endif %}
 {%- endfor %}
-{%- if ns.is_searching %}{{- raise_exception('nothing was asked') }}{%- endif %}
+{%- if ns.is_searching %}{{- raise_exception('no question') }}{%- endif %}
 {%- for message in messages %}
     {%- set content = shown(message.content) | trim %}
     {%- if message.role == 'system' %}

@@ -1,5 +1,8 @@
 """Chats of Qwen3.5 and 3.6: thoughts and calls in tags, as a template writes them and as answers hold them."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 
@@ -18,7 +21,7 @@ ROME = ("look", '{"city": "Rome", "days": 2}')
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 
 
-def rendered(messages: list[dict[str, object]], **values: object) -> str:
+def rendered(messages: Sequence[Mapping[str, object]], **values: Any) -> str:
     return ChatTemplate(SOURCE, "fake", {}).render(messages, tools=LISTED, **values)
 
 
