@@ -168,7 +168,7 @@ def bench_fill(options: FillOptions, given: Given) -> int | None:
     turns = choose_turns(declared, wanted, answer_tokens, DEFAULT_TURNS)
     num_agents = _contexts_at_once(opened)
     rungs = make_rungs(declared, turns, answer_tokens, num_agents)
-    left_out = {} if num_agents >= MOST_AT_ONCE else {TWO_TRACES: f"the plan holds {num_agents} whole context at once"}
+    left_out = {} if num_agents >= MOST_AT_ONCE else {TWO_TRACES: _why_not_two(opened, num_agents)}
     meter = DeviceMeter(opened)
     ladder = Ladder(opened.engine, meter, config.seed, range(opened.engine.core.facts.vocab_size))
     with meter.counting_compiles():
@@ -198,6 +198,12 @@ def _config(model: str | None, given: Given) -> EngineConfig:
 def _contexts_at_once(opened: OpenedModel) -> int:
     scheduler = opened.engine.scheduler
     return whole_contexts(tuple(scheduler.groups), opened.engine.limits, scheduler.pool.num_pages)
+
+
+def _why_not_two(opened: OpenedModel, num_contexts: int) -> str:
+    if opened.engine.limits.max_num_seqs < MOST_AT_ONCE:
+        return "max_num_seqs is 1"
+    return f"the pages hold {num_contexts} whole context at once"
 
 
 def _climb_all(ladder: Ladder, rungs: Sequence[Rung]) -> int:
