@@ -406,6 +406,16 @@ SECTIONS: Mapping[str, Columns] = {
         "batch invariant": _value("values", "holdfast, batch invariant"),
         "transformers": _value("values", "transformers"),
     },
+    "fill": {
+        "": _value("measure"),
+        "tokens in a context": _value("tokens"),
+        "found in the prefix cache": _value("hit_tokens"),
+        "tokens/s": _value("values", "holdfast"),
+        "prefill": _value("prefill_tokens_per_s"),
+        "decode": _value("decode_tokens_per_s"),
+        "free MiB": lambda row: None if row.get("free_bytes") is None else row["free_bytes"] >> 20,
+        "allocations": _value("allocations"),
+    },
     "gpu-steady": {
         "": _value("measure"),
         "steps": _value("num_steps"),

@@ -52,7 +52,7 @@ def complete(script: Callable[[str], str], tmp_path: Path) -> Complete:
 def test_bash_offers_commands_and_those_below_them(complete: Complete) -> None:
     assert set(complete("")) == {command.path[0] for command in COMMANDS}
     assert complete("ru") == ["run"]
-    assert complete("bench", "") == ["latency", "throughput", "serve"]
+    assert complete("bench", "") == ["latency", "throughput", "fill", "serve"]
     assert complete("--v") == ["--version"]
 
 

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -231,3 +232,32 @@ def test_catalogue_model_has_spec_or_reason(name: str) -> None:
     )
     assert (declared.spec is None) == (name.startswith(planned) and "Distill" not in name and name != "GLM-4.7-Flash")
     assert declared.not_runnable is None or declared.not_runnable.endswith(" is not in this version")
+
+
+DELTA_NETS = {
+    "Qwen3-Next-80B-A3B": (48, 2048, 16, 2, 16, 32, (512, 10, 512, 512), 151_936),
+    "Qwen3.5-27B": (64, 5120, 24, 4, 16, 48, (17_408,), 248_320),
+    "Qwen3.6-27B": (64, 5120, 24, 4, 16, 48, (17_408,), 248_320),
+    "Qwen3.5-35B-A3B": (40, 2048, 16, 2, 16, 32, (256, 8, 512, 512), 248_320),
+}
+"""Layers, width, query and KV heads, key and value heads of a state, MLP or experts, vocabulary, as published."""
+
+
+@for_each("name", DELTA_NETS)
+def test_find_model_delta_net_has_published_settings(name: str) -> None:
+    config: Any = find_model(name)[1]
+    text = config.get("text_config", config)
+    has_experts = "num_experts" in text
+    mlp = ["intermediate_size"]
+    if has_experts:
+        mlp = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
+    names = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"]
+    names += ["linear_num_key_heads", "linear_num_value_heads"]
+    found = (*(text[key] for key in names), tuple(text[key] for key in mlp), text["vocab_size"])
+    assert found == DELTA_NETS[name]
+    assert (text["head_dim"], text["linear_key_head_dim"], text["linear_value_head_dim"]) == (256, 128, 128)
+    assert (text["linear_conv_kernel_dim"], text["full_attention_interval"]) == (4, 4)
+    rope = text.get("rope_parameters", text)
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (10_000_000, 0.25)
+    assert (text["max_position_embeddings"], config["tie_word_embeddings"]) == (262_144, False)
+    assert text.get("attn_output_gate", True) is text.get("norm_topk_prob", True) is True

@@ -1,11 +1,9 @@
-"""Runners of tiny models, built as an engine builds them, and every piece of memory that an object reaches."""
+"""Runners of tiny models, built as an engine builds them."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
 from weakref import ref
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.loading.model_files import open_model
 from holdfast.memory import arena
+from holdfast.memory.storages import held_storages as held_storages
 from holdfast.runner.build import BuiltRunner, build_runner
 from loading.tiny_models import save_tiny
 
@@ -73,32 +72,6 @@ class TinyBuilder:
             return build_runner(config, replace(model, source=source), on_progress, text_ids=text_ids)
         finally:
             model.source.close()
-
-
-def held_storages(root: object) -> dict[int, int]:
-    """Address and bytes of every tensor's memory that an object reaches."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, type | str | bytes | int | float | ModuleType | FunctionType):
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            if storage.nbytes():  # empty ones are all at address 0
-                found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, list | tuple | set | frozenset | deque):
-            waiting += item
-        elif isinstance(item, MethodType):
-            waiting.append(item.__self__)
-        else:
-            waiting += getattr(item, "__dict__", {}).values()
-            waiting += [getattr(item, name, None) for name in getattr(type(item), "__slots__", ())]
-    return found
 
 
 @contextmanager

@@ -193,6 +193,92 @@ CHAT_TEMPLATES = {
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}""",
+    "calls in tags": """{#- In the manner of Qwen3.5 and 3.6: parts of content by macro, calls in tags, thoughts since the last question. #}
+{%- set media = namespace(images=0) %}
+{%- macro shown(content, is_first=false) %}
+    {%- if content is string %}{{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}
+            {%- if 'image' in part or 'image_url' in part or part.type == 'image' %}
+                {%- if is_first %}{{- raise_exception('pictures belong to users') }}{%- endif %}
+                {%- set media.images = media.images + 1 %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}{{- part.text }}
+            {%- else %}{{- raise_exception('unknown part') }}{%- endif %}
+        {%- endfor %}
+    {%- elif content is none or content is undefined %}{{- '' }}
+    {%- else %}{{- raise_exception('unknown content') }}{%- endif %}
+{%- endmacro %}
+{%- if not messages %}{{- raise_exception('no messages') }}{%- endif %}
+{%- if tools and tools is iterable and tools is not mapping %}
+    {{- '<|im_start|>system\\n# Functions\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\nCall one so:\\n<tool_call>\\n<function=a_name>\\n<parameter=a_key>\\na value\\n</parameter>\\n</function>\\n</tool_call>' }}
+    {%- if messages[0].role == 'system' %}
+        {%- set rules = shown(messages[0].content, true) | trim %}
+        {%- if rules %}{{- '\\n\\n' + rules }}{%- endif %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + (shown(messages[0].content, true) | trim) + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(is_searching=true, last_query=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.is_searching and message.role == 'user' %}
+        {%- set content = shown(message.content) | trim %}
+        {%- if not (content.startswith('<tool_response>') and content.endswith('</tool_response>')) %}
+            {%- set ns.is_searching = false %}{%- set ns.last_query = messages | length - 1 - loop.index0 %}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_searching %}{{- raise_exception('no question') }}{%- endif %}
+{%- for message in messages %}
+    {%- set content = shown(message.content) | trim %}
+    {%- if message.role == 'system' %}
+        {%- if not loop.first %}{{- raise_exception('rules come first') }}{%- endif %}
+    {%- elif message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thoughts = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if (preserve_thinking is defined and preserve_thinking is true) or loop.index0 > ns.last_query %}
+            {{- '<think>\\n' + (thoughts | trim) + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- if message.tool_calls and message.tool_calls is iterable and message.tool_calls is not mapping %}
+            {%- for call in message.tool_calls %}
+                {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+                {%- if loop.first and not content | trim %}{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+                {%- elif loop.first %}{{- '\\n\\n<tool_call>\\n<function=' + call.name + '>\\n' }}
+                {%- else %}{{- '\\n<tool_call>\\n<function=' + call.name + '>\\n' }}{%- endif %}
+                {%- if call.arguments is defined %}
+                    {%- for key, value in call.arguments | items %}
+                        {{- '<parameter=' + key + '>\\n' }}
+                        {{- (value | string) if value is string else (value | tojson) }}
+                        {{- '\\n</parameter>\\n' }}
+                    {%- endfor %}
+                {%- endif %}
+                {{- '</function>\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- raise_exception('unknown role') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n' }}
+{%- endif %}""",
     "renamed roles": (
         "{{ bos_token }}{% for message in messages %}"
         "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"

@@ -279,6 +279,7 @@ RUNS: Mapping[str, Run] = {
     "completion": _run_completion,
     "bench latency": _entry("bench", "LatencyOptions", "bench_latency", checks_path=True),
     "bench throughput": _entry("bench", "ThroughputOptions", "bench_throughput", checks_path=True),
+    "bench fill": _entry("bench_fill", "FillOptions", "bench_fill", checks_path=True),
     "bench serve": _entry("bench_serve", "ServeBenchOptions", "bench_serve"),
     "eval kv": _entry("eval", "KvOptions", "eval_kv", checks_path=True),
     "eval weights": _entry("eval", "EvalOptions", "eval_weights", checks_path=True),

@@ -48,6 +48,7 @@ class EvalBar(Bar):
     """`bar(done, total)` in tokens; without a terminal, `num_lines` lines. `name` is that of what is measured."""
 
     starts_at_once = True
+    done = "read"
 
     def __init__(self, name: str = "", num_lines: int = NUM_LINES) -> None:
         self._started_at = self._shown_at = time.monotonic()
@@ -78,7 +79,7 @@ class EvalBar(Bar):
             self._num_reported = part
             left = _seconds_left(num_done, num_total, speed)
             write_line(
-                f"{self._prefix}read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left"
+                f"{self._prefix}{self.done} {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left"
             )
 
 

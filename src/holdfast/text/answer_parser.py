@@ -60,8 +60,8 @@ class AnswerFormat:
                 None, HarmonyParser(tools, reads_reasoning=reads_reasoning, prompt=prompt), MarkerFilter(hidden)
             )
         calls = None if self.calls is None else self.calls.parser(tools)
-        section = "" if self.calls is None else self.calls.section[0]
-        reasoning = None if self.reasoning is None else self.reasoning.parser(prompt, [section] if section else ())
+        ends = [] if self.calls is None else self.calls.ends_thoughts(self.tools)
+        reasoning = None if self.reasoning is None else self.reasoning.parser(prompt, ends)
         return AnswerParser(reasoning, calls, MarkerFilter(hidden))
 
 

@@ -94,6 +94,16 @@ class ToolFormat:
     tokens: tuple[str, ...] = ()
     """Markers that are tokens of the vocabulary. A text without special tokens may lack them."""
     stops: tuple[str, ...] = ()
+    heads_in_thoughts: tuple[str, ...] = ()
+    """Beginnings of a call, with {name}, that also end thoughts: some models leave </think> out before a call."""
+
+    def ends_thoughts(self, tools: Sequence[Tool]) -> list[str]:
+        """List markers that end thoughts: the beginning of a section, and that of a call of one of these tools.
+
+        A call of another name may be an example that the model thinks about.
+        """
+        section = [self.section[0]] if self.section[0] else []
+        return section + [head.format(name=tool.name) for tool in tools for head in self.heads_in_thoughts]
 
     @property
     def lists_calls(self) -> bool:

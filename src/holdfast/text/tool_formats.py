@@ -27,7 +27,7 @@ def _format(name: str, row: dict[str, Any]) -> ToolFormat:
         tags = row.pop("tags")
         heads = tuple(TagPattern(*parts) for parts in tags["heads"])
         syntax = TagSyntax(**{**tags, "heads": heads, "parameter": TagPattern(*tags["parameter"])})
-    lists = {key: tuple(row.pop(key)) for key in ("section", "tokens") if key in row}
+    lists = {key: tuple(row.pop(key)) for key in ("section", "tokens", "heads_in_thoughts") if key in row}
     return ToolFormat(name, syntax=syntax, slack=re.compile(row.pop("slack", "")), **lists, **row)
 
 

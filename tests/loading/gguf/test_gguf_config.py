@@ -10,6 +10,7 @@ from for_each import for_each
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.config import decimal, gguf_config
 from holdfast.loading.gguf.file import TYPES, GGUFFile, GGUFTensor
+from holdfast.models.blueprints.read import PLANNED_FAMILIES
 from holdfast.models.grouped_readers import read_spec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 
@@ -335,6 +336,22 @@ def test_gguf_config_family_for_folders_only_names_its_folder(arch, architecture
     with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     assert architecture in str(caught.value)
+
+
+HYBRIDS = {
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForConditionalGeneration",
+    "qwen35moe": "Qwen3_5MoeForConditionalGeneration",
+}
+
+
+@for_each("arch", HYBRIDS)
+def test_gguf_config_hybrid_family_names_its_folder(arch):
+    """The folder runs, or holdfast plan takes it."""
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError, architecture=arch) as caught:
+        spec(general__architecture=arch)
+    assert f"{HYBRIDS[arch]} folder" in str(caught.value)
+    assert ("holdfast plan" in str(caught.value)) is (HYBRIDS[arch] in PLANNED_FAMILIES)
 
 
 @pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("glm4moe", True)])

@@ -5,8 +5,7 @@ data/gguf_settings.json has the tables:
 
 architectures         general.architecture -> the name in config.json
 written               architectures of folders that GGUF files are made from
-planned_only          models that do not run but can be planned
-folders_only          models that run only from a folder of safetensors
+unread                models whose GGUF files are not read: a folder of them runs, or can be planned
 neutral...            keys under the architecture that change the computation, with their no-op values
 computed              the neutral keys that an architecture does compute
 layer_modules         modules of a layer in a file -> a family's names of them (CheckpointNames)
@@ -23,7 +22,7 @@ from importlib import resources
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.gguf.file import GGUFFile, read_floats
 from holdfast.models.blueprints.read import PLANNED_FAMILIES
-from holdfast.models.grouped_readers import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.grouped_readers import FAMILIES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
 
 TABLES = json.loads(resources.files("holdfast").joinpath("data", "gguf_settings.json").read_text(encoding="utf-8"))
@@ -112,12 +111,12 @@ def _scalar(value: object) -> object:
 
 def refuse_architecture(arch: str, file: str) -> UnsupportedModelError:
     """Return the error for a family that does not run; it names a folder only if that would run."""
-    planned, folder = TABLES["planned_only"].get(arch), TABLES["folders_only"].get(arch)
+    folder = TABLES["unread"].get(arch)
     hint = " A folder of the same model would not run either."
-    if folder is not None:
+    if folder in PLANNED_FAMILIES:
+        hint += f" holdfast plan shows what it would take, by the model's name or a {folder} folder."
+    elif folder in FAMILIES:
         hint = f" That family runs from safetensors: use the {folder} folder of the same model."
-    elif planned in PLANNED_FAMILIES:
-        hint += f" holdfast plan shows what it would take, by the model's name or a {planned} folder."
     accepted, name = list(ARCHITECTURES), shown(arch)[1:-1]
     return UnsupportedModelError(
         "gguf.unsupported_architecture", file=file, architecture=name, accepted=accepted, hint=hint
