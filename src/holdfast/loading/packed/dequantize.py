@@ -16,6 +16,7 @@ import torch
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.packed.matrices import PackedMatrix
+from holdfast.loading.packed.tiles import Span, words_around
 from holdfast.quant.weight_quantize import e8m0_values
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,8 +45,6 @@ class Scales(NamedTuple):
     middle: int
 
 
-Span = tuple[int, int]
-"""The first, and one after the last."""
 Codes = Callable[[PackedMatrix, Reader, Span, Span], torch.Tensor]
 """codes(matrix, reader, rows, columns): codes [R, C], as bytes or e4m3 numbers."""
 ScalesOf = Callable[[PackedMatrix, Reader, Span, Span], Scales]
@@ -81,12 +80,6 @@ def across_rows(fields_AWP: torch.Tensor) -> torch.Tensor:
     """Words hold codes of consecutive rows: [A, W, P] is [A * P, W]."""
     num_rows, num_columns, each = fields_AWP.shape
     return fields_AWP.permute(0, 2, 1).reshape(num_rows * each, num_columns)
-
-
-def words_around(span: Span, each: int) -> tuple[Span, Span]:
-    """Return the words that hold these codes, and the place of the codes in them."""
-    first, last = span[0] // each, -(-span[1] // each)
-    return (first, last), (span[0] - first * each, span[1] - first * each)
 
 
 def _awq_codes(matrix: PackedMatrix, reader: Reader, rows: Span, columns: Span) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """PackedSource: presents packed matrices as X.weight in float32 [N, K], dequantized by the reading thread; no torch until a read.
 
 A read goes tile by tile: scales and zero points of some rows once, then their codes in steps of columns. Tensors with
-inputs as rows (AWQ, GPTQ) are read by the columns of their words that a tile needs, or whole where that costs little.
+inputs as rows (AWQ, GPTQ) are read in bands (`Bands`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError
+from holdfast.loading.packed.bands import BandReader, Bands
 from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
 from holdfast.loading.packed.schemes import is_ordered, scheme_of
 from holdfast.loading.packed.settings import TABLES, PackedSettings
-from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, scratch_bytes, tiles
+from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, Span, scratch_bytes, tiles
 from holdfast.loading.sources.source import (
     Columns,
     RowRead,
@@ -34,6 +35,8 @@ from holdfast.quant.packed_schemes import PackedScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.loading.packed.dequantize import Reader
 
 READ_DTYPE = "float32"
 WHOLE_SHARE = 32
@@ -56,6 +59,7 @@ class PackedSource:
         self._source = source
         self._matrices = {matrix.tensor: matrix for matrix in found.values()}
         self._checked: set[str] = set()
+        self._bands = Bands(source)
         self.settings = settings
         self.entries: dict[str, TensorEntry] = {}
         """Every tensor, scales included, so that the list of files is complete; codes as the matrix that they hold."""
@@ -106,6 +110,11 @@ class PackedSource:
         return self._source.scratch_bytes_per_reader + own_bytes
 
     @property
+    def shared_bytes(self) -> int:
+        """Most bytes of bands, which all readers share."""
+        return self._bands.most_bytes if any(one.layout.format.is_input_major for one in self._matrices.values()) else 0
+
+    @property
     def on_disk(self) -> OnDisk:
         """Sum bytes by stored type; tensors beside codes count with these."""
         counts: Counter[str] = Counter()
@@ -150,11 +159,12 @@ class PackedSource:
             return
         values_RC = torch.frombuffer(out, dtype=torch.float32).view(row_end - row_start, last - first)
         index_K, functions = group_index(matrix, self), FUNCTIONS[matrix.layout.format.name]
+        reader = self._reader(matrix, (first, last))
         groups = _groups_of(matrix, index_K, (first, last))
         for rows, steps in tiles(matrix, (row_start, row_end), (first, last), groups[1] - groups[0]):
-            scales = functions.scales(matrix, self, rows, groups)
+            scales = functions.scales(matrix, reader, rows, groups)
             for step in steps:
-                codes_RC = functions.codes(matrix, self, rows, step)
+                codes_RC = functions.codes(matrix, reader, rows, step)
                 own = slice(rows[0] - row_start, rows[1] - row_start), slice(step[0] - first, step[1] - first)
                 size = _whole_groups(matrix, step)
                 if index_K is None and size:
@@ -179,7 +189,8 @@ class PackedSource:
         matrix = self._matrices[name]
         self._check_module(matrix)
         if rows[0] < rows[1]:
-            repack(matrix, self, scheme, rows, columns or (0, matrix.num_columns), out)
+            columns = columns or (0, matrix.num_columns)
+            repack(matrix, self._reader(matrix, columns), scheme, rows, columns, out)
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
         """Read packed matrices one by one, and the rest together if the inner source supports it."""
@@ -194,6 +205,7 @@ class PackedSource:
                 self.read_into(*read)
 
     def close(self) -> None:
+        self._bands.clear()
         self._source.close()
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
@@ -211,6 +223,10 @@ class PackedSource:
         """Return the error about the values of a stored tensor."""
         file = self._source.entries[name].file
         return ModelFormatError("weights.packed_values", file=file, tensor=name, problem=problem)
+
+    def _reader(self, matrix: PackedMatrix, columns: Span) -> Reader:
+        """Return what reads a matrix for one call."""
+        return BandReader(self._bands, self, matrix, columns) if matrix.layout.format.is_input_major else self
 
     def _check_module(self, matrix: PackedMatrix) -> None:
         """Check the small tensors of a module before its first read."""

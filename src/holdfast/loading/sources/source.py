@@ -111,6 +111,16 @@ class PackableSource(Protocol):
         ...
 
 
+@runtime_checkable
+class SharingSource(Protocol):
+    """Extra property of a source whose readers share buffers."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Most host memory of these buffers, beside `scratch_bytes_per_reader`."""
+        ...
+
+
 class RowRead(NamedTuple):
     """The arguments of `WeightSource.read_into`."""
 
