@@ -16,7 +16,7 @@ from holdfast.loading.execution.place import ChunkViews, Placer
 from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
 from holdfast.loading.planning.moves import EMBEDDING, HEAD, Move, PlannedWeight, part_name
 from holdfast.loading.planning.plan import CPU_READERS, PINNED_CHUNKS, LoadPlan
-from holdfast.loading.sources.source import CheckedSource, WeightSource, WritingSource
+from holdfast.loading.sources.source import CheckedSource, ValueCheckedSource, WeightSource, WritingSource
 from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
@@ -97,6 +97,8 @@ def load_weights(
     """
     target = torch.device(device)
     start = time.perf_counter()
+    if isinstance(source, ValueCheckedSource):
+        source.check_values({move.tensor: move.packed for move in (*plan.moves, *plan.tied)})
     with _out_of_memory_as_error(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:

@@ -113,4 +113,6 @@ def _beside_codes(
     found = {"scales": scales.scales_RJ}
     if scales.zeros_RJ is not None:
         found["zeros"] = scales.zeros_RJ
+    elif scheme.has("zeros"):
+        found["zeros"] = torch.full_like(scales.scales_RJ, scales.middle)
     return {name: values.to(getattr(torch, scheme.plane(name).dtype)) for name, values in found.items()}

@@ -121,6 +121,15 @@ class SharingSource(Protocol):
         ...
 
 
+@runtime_checkable
+class ValueCheckedSource(Protocol):
+    """Extra method of a source with small tensors of numbers that say how others are read."""
+
+    def check_values(self, kept: Mapping[str, PackedScheme | None]) -> None:
+        """Refuse wrong numbers beside these tensors, before memory is taken; a scheme says that a tensor stays packed."""
+        ...
+
+
 class RowRead(NamedTuple):
     """The arguments of `WeightSource.read_into`."""
 
