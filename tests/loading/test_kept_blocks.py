@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from error_codes import raises_code
 from for_each import for_each
 from holdfast import LLM, SamplingParams
 from holdfast.distributed.mesh import Mesh
+from holdfast.errors import ModelFormatError
 from holdfast.loading.declared import declare_opened
 from holdfast.loading.model_files import open_gguf
 from holdfast.loading.planning.plan import plan_load
@@ -142,12 +144,20 @@ def test_plan_load_expands_blocks_by_default(tmp_path: Path) -> None:
     opened.source.close()
 
 
-def test_load_kept_blocks_with_an_infinite_scale_name_the_row(tmp_path: Path) -> None:
-    tensors = tensors_of("Q4_K")
-    raw = tensors["blk.0.attn_output.weight"].raw.copy()
-    raw[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
-    write_tensors(tmp_path / "blocks.gguf", tensors | {"blk.0.attn_output.weight": Stored("Q4_K", raw)})
-    from holdfast.errors import ModelFormatError
-
-    with pytest.raises(ModelFormatError, match="row 7"):
-        load(open_gguf(tmp_path / "blocks.gguf"))
+@for_each("kind", [kind for kind in BLOCK_SCHEMES if kind != "NVFP4"])
+def test_load_kept_blocks_with_a_wrong_scale_name_the_row(kind: str, tmp_path: Path) -> None:
+    """NaN and infinity, or an exponent beyond float32's range. Every byte of NVFP4 is a finite scale."""
+    (tmp_path / kind).mkdir()
+    tensors, name = tensors_of(kind), "blk.0.attn_output.weight"
+    block_bytes = gguf.GGML_QUANT_SIZES[getattr(gguf.GGMLQuantizationType, kind)][1]
+    numbers = np.array([np.inf, np.nan, -np.inf], np.float16).view(np.uint8).reshape(-1, 2)
+    wrong = np.array([[255], [254], [253]], np.uint8) if kind == "MXFP4" else numbers
+    for scale in wrong:
+        for place in PLACES.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
+            raw = tensors[name].raw.copy()
+            raw[7, -block_bytes:][place : place + len(scale)] = scale
+            path = tmp_path / kind / "blocks.gguf"
+            write_tensors(path, tensors | {name: Stored(kind, raw)})
+            for recipe in (KEPT, WeightRecipe()):
+                with raises_code("weights.not_finite", ModelFormatError, row=7):
+                    load(open_gguf(path), recipe=recipe)

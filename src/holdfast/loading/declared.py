@@ -129,16 +129,23 @@ def _names_type(config: dict[str, object]) -> bool:
     return values.get("dtype") is not None or values.get("torch_dtype") is not None
 
 
+ABSENT = ("weights.none", "weights.missing_files", "weights.truncated", "file.lfs_pointer")
+"""Codes of weights that are not there, or not whole yet."""
+
+
 def _open_weights(folder: Path) -> OpenModel | None:
+    """Open the headers of a folder's weights; None if they are not there. Raise if they do not fit the settings."""
     from holdfast.loading.model_files import open_directory
 
-    """Open the headers of a folder's weights; None if they are not there, or the settings alone can be declared."""
     try:
         return open_directory(folder)
-    except (ModelError, OSError) as error:
-        if getattr(error, "code", "").startswith("weights.packed"):
-            raise
+    except OSError:
         return None
+    except ModelError as error:
+        is_misfit = error.code == "model.mismatch" or error.code.startswith("weights.")
+        if not is_misfit or error.code in ABSENT:
+            return None  # the settings alone can be declared, or have an error of their own
+        raise
 
 
 def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:

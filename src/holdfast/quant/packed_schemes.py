@@ -45,6 +45,8 @@ GROUPS = "groups"
 """Name of the plane with the group of each column."""
 SCALE_PLANES = ("scales", "mins", "d", "dmin", "second")
 """Names of planes that must be finite if their elements are floats."""
+LARGEST_SCALE = 2.0**116
+"""Largest magnitude of a scale: its product with any code, or with any e4m3 scale and e2m1 code, stays in float32's range."""
 
 
 class PackedPlane(NamedTuple):
@@ -58,8 +60,10 @@ class PackedPlane(NamedTuple):
     """0: `elements` are those of a whole row."""
     is_shared: bool = False
     """One row for all rows of a matrix."""
-    nan_byte: int = -1
-    """The byte that stands for NaN, in a plane of bytes; -1: none does."""
+    most_byte: int = 255
+    """The largest byte of exponents whose values are finite; NaN and greater scales have larger ones."""
+    has_scale_first: bool = False
+    """Each block of the plane begins with a float16 scale."""
 
     def row_elements(self, num_columns: int) -> int:
         """Return the elements of a row."""
@@ -163,13 +167,16 @@ Q5_K = _block("Q5_K", 5, 32, 256, 32, CODES_4, FIFTH, BYTE_SCALES_32, BYTE_MINS_
 Q6_K = _block("Q6_K", 6, 16, 256, 64, CODES_4, HIGH, _scales(16, dtype="int8"), D)
 IQ4_NL = _block("IQ4_NL", 4, 32, 32, 16, CODES_4, SCALES_32)
 IQ4_XS = _block("IQ4_XS", 4, 32, 256, 16, CODES_4, _scales(32, dtype="int8"), D)
-BLOCK_MXFP4 = replace(_block("MXFP4", 4, 32, 32, 16, CODES_4, _scales(32, dtype="uint8")), family="block_mxfp4")
+MOST_EXPONENT = 252
+"""The largest byte of e8m0 that leaves 6, the largest number of e2m1, in float32's range."""
+EXPONENTS = _scales(32, dtype="uint8")._replace(most_byte=MOST_EXPONENT)
+BLOCK_MXFP4 = replace(_block("MXFP4", 4, 32, 32, 16, CODES_4, EXPONENTS), family="block_mxfp4")
 BLOCK_NVFP4 = replace(_block("NVFP4", 4, 16, 64, 8, CODES_4, _scales(16, dtype="uint8")), family="block_nvfp4")
 SECOND = PackedPlane("second", "float32", 1, 0)
 GRID_BYTES: Mapping[str, int] = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}
 """Bytes of a block of 256 columns that stays as stored."""
 GRIDS = tuple(
-    _block(name, int(name[2]), 256, 256, 1, PackedPlane("blocks", "uint8", size, 256))
+    _block(name, int(name[2]), 256, 256, 1, PackedPlane("blocks", "uint8", size, 256, has_scale_first=True))
     for name, size in GRID_BYTES.items()
 )
 BLOCK_SCHEMES: Mapping[str, PackedScheme] = {
@@ -218,8 +225,7 @@ def nvfp4_scheme(title: str, divides: bool) -> PackedScheme:
 
 def mxfp4_scheme(title: str) -> PackedScheme:
     """Return e2m1 codes with exponents as scales by 32."""
-    exponents = _scales(32, dtype="uint8")._replace(nan_byte=255)
-    return PackedScheme("mxfp4", title, 4, (CODES_4, exponents), 32, 32)
+    return PackedScheme("mxfp4", title, 4, (CODES_4, EXPONENTS), 32, 32)
 
 
 def plain_scheme(dtype: str) -> PackedScheme:

@@ -159,3 +159,24 @@ def test_config_packed_as_stored_and_quantization_exclude_each_other() -> None:
     with raises_code("config.packed_and_quantized", ConfigError):
         EngineConfig(packed_weights="as_stored", quantization="int8")
     EngineConfig(packed_weights="expanded", quantization="int8")
+
+
+@for_each("version, written", [(1, 1), (2, 2), (1, 2)])
+def test_load_gptq_symmetric_modules_beside_others_have_the_plain_values(
+    version: int, written: int, tmp_path: Path
+) -> None:
+    """Headers do not tell them apart, so zero points do; (1, 2): symmetric modules say 7 is one less, and store 8."""
+
+    def make(rng: np.random.Generator, num_rows: int, num_columns: int) -> packers.Packed:
+        is_symmetric = num_rows == 128
+        said = written if is_symmetric else version
+        return packers.gptq(rng, num_rows, num_columns, 32, version=version, sym=is_symmetric, written=said)
+
+    for sym in (True, False):
+        said = packed_settings.gptq(32, version=version, sym=sym, dynamic={"+:.*(up|gate)_proj": {"sym": not sym}})
+        folder = make_packed(tmp_path / f"{version}{written}{sym}", said, make)
+        plain = load(open_directory(plain_of(folder)))[1]
+        for recipe in (KEPT, WeightRecipe()):
+            for mesh in RANKS[:2]:
+                expected = plain if mesh is ALONE else load(open_directory(plain_of(folder)), mesh)[1]
+                assert_equal_values(load(open_directory(folder), mesh, recipe)[1], expected)

@@ -11,17 +11,22 @@ import torch
 from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.loading.declared import open_declared
+from holdfast.loading.execution import execute
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.source import read_rows
 from holdfast.memory.ledger import Ledger
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from loading.packed import packed_settings, packers
 from loading.packed.packed_models import MODELS, MOE, make_packed, rewrite, with_settings
+from loading.packed.test_kept_models import KEPT
 
 Tensors = dict[str, torch.Tensor]
 MODULE = "model.layers.0.mlp.up_proj"
 NAME = f"{MODULE}.weight"
+NAN, INFINITE = float("nan"), float("inf")
 
 
 def without(suffix: str) -> Callable[[Tensors], None]:
@@ -43,10 +48,14 @@ def raises_code_in(*codes: str) -> Iterator[None]:
     assert caught.value.code in codes, str(caught.value)
 
 
-def load(folder: Path) -> None:
+def load(folder: Path, recipe: WeightRecipe = AS_STORED) -> None:
     opened = open_directory(folder)
-    plan = plan_load(opened.parameters, opened.source, "float32")
+    plan = plan_load(opened.parameters, opened.source, "float32", recipe)
     load_weights(plan, opened.source, "cpu", Ledger(), lambda done, total: None)
+
+
+RECIPES = AS_STORED, KEPT
+"""Expanded, and kept as stored."""
 
 
 @for_each(
@@ -100,6 +109,17 @@ def test_open_directory_wrong_packed_tensors_are_named(
         ("gptq", changed(".g_idx", lambda t: t + 1), ".g_idx", "names the groups 1 to 2, and there are 2"),
         ("gptq", changed(".g_idx", lambda t: t - 1), ".g_idx", "names the groups -1 to 0"),
         ("gptq", changed(".g_idx", lambda t: t * 0), ".g_idx", "every input into the group 0"),
+        (
+            "gptq",
+            changed(".g_idx", lambda t: t.index_fill(0, t.argmin(), 1)),
+            ".g_idx",
+            "puts 31 inputs into the group 0",
+        ),
+        ("nvfp4", changed(".weight_global_scale", lambda t: t * 0), ".weight_global_scale", "is 0, and"),
+        ("nvfp4", changed(".weight_global_scale", lambda t: t * INFINITE), ".weight_global_scale", "is inf, and"),
+        ("nvfp4", changed(".weight_global_scale", lambda t: t * 0 + 1e-42), ".weight_global_scale", "is 1.00053e-42"),
+        ("modelopt", changed(".weight_scale_2", lambda t: t * 0 + 3e38), ".weight_scale_2", "is 3e+38"),
+        ("modelopt", changed(".weight_scale_2", lambda t: t * NAN), ".weight_scale_2", "is nan"),
         ("gptq", added(".bias", torch.ones(128)), ".bias", "is not zero"),
         ("pack-quantized", changed(".weight_shape", lambda t: t.flip(0)), ".weight_shape", "says [64, 128]"),
     ],
@@ -107,11 +127,15 @@ def test_open_directory_wrong_packed_tensors_are_named(
 def test_load_wrong_packed_values_are_named(
     kind: str, change: Callable[[Tensors], None], suffix: str, words: str, tmp_path: Path
 ) -> None:
+    """Before memory is taken."""
     folder = make_packed(tmp_path / kind / suffix, *MODELS[kind])
     rewrite(folder, change)
-    with raises_code("weights.packed_values", ModelFormatError, tensor=MODULE + suffix) as caught:
-        load(folder)
-    assert words in str(caught.value)
+    for recipe in RECIPES:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(execute, "Arena", None)
+            with raises_code("weights.packed_values", ModelFormatError, tensor=MODULE + suffix) as caught:
+                load(folder, recipe)
+        assert words in str(caught.value)
 
 
 @for_each("bits", [4, 8])
@@ -163,8 +187,11 @@ def test_load_zero_biases_of_gptq_are_left_out(tmp_path: Path) -> None:
         ("awq", changed(".scales", lambda t: t.index_fill(1, torch.tensor([3]), float("nan")))),
         ("gptq", changed(".scales", lambda t: t.index_fill(1, torch.tensor([3]), float("inf")))),
         ("pack-quantized", changed(".weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), float("nan")))),
-        ("nvfp4", changed(".weight_global_scale", lambda t: t * 0)),
+        ("pack-quantized", changed(".weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 3e38))),
+        ("int-quantized", changed(".weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), NAN))),
+        ("nvfp4", changed(".weight_scale", lambda t: t.float().index_fill(0, torch.tensor([3]), NAN).to(t.dtype))),
         ("mxfp4", changed(".weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 255))),
+        ("mxfp4", changed(".weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 253))),
     ],
 )
 def test_load_scales_that_are_not_finite_are_refused(
@@ -172,15 +199,75 @@ def test_load_scales_that_are_not_finite_are_refused(
 ) -> None:
     folder = make_packed(tmp_path / kind, *MODELS[kind])
     rewrite(folder, change)
-    with raises_code("weights.not_finite", ModelFormatError, tensor=NAME):
-        load(folder)
+    for recipe in RECIPES:
+        with raises_code("weights.not_finite", ModelFormatError, tensor=NAME):
+            load(folder, recipe)
 
 
 def test_load_int4_bytes_beyond_4_bits_are_refused(tmp_path: Path) -> None:
     said = packed_settings.compressed("int-quantized", packed_settings.integers(-1, 4))
     folder = make_packed(tmp_path / "model", said, packers.int8)
-    with raises_code("weights.packed_values", ModelFormatError):
+    for recipe in RECIPES:
+        with raises_code("weights.packed_values", ModelFormatError):
+            load(folder, recipe)
+
+
+@for_each("point", [8, -9, -128])
+def test_load_int4_zero_points_beyond_4_bits_are_refused(point: int, tmp_path: Path) -> None:
+    def make(rng: np.random.Generator, num_rows: int, num_columns: int) -> packers.Packed:
+        made = packers.int8(rng, num_rows, num_columns, sym=False)
+        codes, points = made.tensors[".weight"] >> 4, made.tensors[".weight_zero_point"] // 4
+        return made._replace(tensors=made.tensors | {".weight": codes, ".weight_zero_point": points})
+
+    said = packed_settings.compressed("int-quantized", packed_settings.integers(-1, 4, sym=False))
+    folder = make_packed(tmp_path / str(point), said, make)
+    for recipe in RECIPES:
+        load(folder, recipe)
+    rewrite(folder, changed(".weight_zero_point", lambda t: t.index_fill(0, torch.tensor([5]), point)))
+    for recipe in RECIPES:
+        with raises_code("weights.packed_values", ModelFormatError, tensor=f"{MODULE}.weight_zero_point"):
+            load(folder, recipe)
+
+
+def test_load_kept_order_that_no_setting_declares_is_refused(tmp_path: Path) -> None:
+    """Planes follow from headers. Expanded weights take any order."""
+    for name, (said, make) in {
+        "gptq": (packed_settings.gptq(32), MODELS["gptq"][1]),
+        "compressed": (
+            packed_settings.compressed("pack-quantized", packed_settings.integers(32)),
+            lambda rng, rows, columns: packers.packed_int(rng, rows, columns, 32, order=True),
+        ),
+    }.items():
+        folder = make_packed(tmp_path / name, said, make)
         load(folder)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(execute, "Arena", None)
+            with raises_code("weights.packed_format", UnsupportedModelError) as caught:
+                load(folder, KEPT)
+        assert "packed_weights=expanded" in str(caught.value)
+
+
+@for_each(
+    "change, code",
+    [
+        (lambda tensors: tensors.__delitem__(f"{MODULE}.scales"), "weights.packed_missing"),
+        (changed(".scales", lambda t: t.T), "weights.wrong_shape"),
+        (changed(".qweight", lambda t: t.to(torch.int64)), "model.mismatch"),
+    ],
+)
+def test_open_declared_weights_that_do_not_fit_are_refused(
+    change: Callable[[Tensors], None], code: str, tmp_path: Path
+) -> None:
+    """A plan does not say YES to what cannot be loaded. It needs no weights, though."""
+    folder = make_packed(tmp_path / code / "model", *MODELS["awq"])
+    rewrite(folder, change)
+    with raises_code(code):
+        open_declared(str(folder))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert open_declared(str(folder)).notes
+    weights.unlink()
+    assert open_declared(str(folder)).notes
 
 
 @for_each("kind", MODELS)

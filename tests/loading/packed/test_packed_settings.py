@@ -149,9 +149,12 @@ def test_read_packed_other_formats_are_refused_by_name(config: dict[str, Any], k
         gptq(dynamic=[1]),
         gptq(dynamic={"+:a": 3}),
         gptq(sym=1),
+        gptq(desc_act="true"),
         auto_round("auto_round") | {"packing_format": 3},
         compressed("pack-quantized", INT4) | {"format": ["pack-quantized"]},
         compressed("pack-quantized", INT4 | {"symmetric": 0}),
+        compressed("pack-quantized"),
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         modelopt() | {"quant_algo": ["NVFP4"]},
         modelopt("MIXED_PRECISION"),
         modelopt("MIXED_PRECISION", quantized_layers=["a"]),
@@ -184,6 +187,19 @@ def test_read_packed_accepts_what_exporters_write() -> None:
     assert read_packed(said | {"sparsity_config": dense}) == read_packed(said)
     aliases = (read_packed(auto_round(name)) for name in ("auto_round:awq", "auto_round:auto_awq"))
     assert len(set(aliases)) == 1
+
+
+def test_read_packed_without_act_order_may_be_null() -> None:
+    assert read_packed(gptq(desc_act=None)) == read_packed(gptq(desc_act=False))
+
+
+@for_each("sym", [True, False])
+def test_read_packed_symmetric_layers_beside_others_share_a_layout(sym: bool) -> None:
+    """Their headers are equal. Layers of other groups have layouts of their own."""
+    found = read_packed(gptq(64, sym=sym, dynamic={"+:a": {"sym": not sym}, "+:b": {"group_size": 32}}))
+    assert found is not None
+    kinds = [(layout.group_size, layout.zeros, layout.may_be_middle) for layout in found.layouts]
+    assert kinds == [(64, "words_less_one", True), (32, "middle" if sym else "words_less_one", False)]
 
 
 def test_read_packed_of_quantized_pages_alone_has_no_layout() -> None:

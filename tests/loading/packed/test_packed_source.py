@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from for_each import for_each
+from holdfast.loading.packed import bands as packed_bands
+from holdfast.loading.packed import repack
 from holdfast.loading.packed import tiles as packed_tiles
 from holdfast.loading.packed.settings import read_packed
 from holdfast.loading.packed.source import PackedSource, expand_packed
@@ -183,17 +186,47 @@ def test_packed_source_shape_without_a_parameter_follows_from_the_codes() -> Non
         assert same(read_rows(source, NAME, 0, 40), made.weight), case
 
 
-def test_packed_source_reads_only_needed_columns_of_wide_words() -> None:
-    for case in ("awq", "gptq-v1"):
-        source, _ = packed(case, 40 * 64, 64)
-        source.read_into(NAME, 0, 40, memoryview(bytearray(40 * 64 * 4)))
-        inner = source._source
-        assert isinstance(inner, TensorSource)
-        assert inner.reads, case
-        for name, row_start, row_end, columns in inner.reads:
-            if not name.endswith(".g_idx"):
-                assert columns is not None, f"{case}: {name} was read whole"
-                assert (columns[1] - columns[0]) * (row_end - row_start) <= 40 * 64, f"{case}: {name} {columns}"
+@for_each("case", ["awq", "gptq-v1", "gptq-order", "gptq-v1-8bit"])
+@for_each("kept", [False, True])
+def test_packed_source_chunks_of_rows_read_every_word_once(
+    case: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are rows of the file, so a chunk of outputs lies in every row: bands serve many chunks."""
+    band_bytes = 48 * 40
+    monkeypatch.setattr(packed_bands, "BAND_BYTES", band_bytes)
+    monkeypatch.setattr(packed_bands, "KEPT_BYTES", 8 * band_bytes)
+    source, made = packed(case, 200, 96)
+    inner, scheme = source._source, source.entries[NAME].packed
+    assert isinstance(inner, TensorSource)
+    assert scheme is not None
+    for start in range(0, 200, 7):
+        end = min(start + 7, 200)
+        if kept:
+            source.read_packed(NAME, scheme, (start, end), memoryview(bytearray((end - start) * scheme.row_bytes(96))))
+        else:
+            assert same(read_rows(source, NAME, start, end), made.weight[start:end])
+        assert source._bands.held_bytes <= 8 * band_bytes
+    for suffix in (".qweight", ".qzeros", ".scales"):
+        stored = inner.tensors[MODULE + suffix]
+        reads = [(columns, rows) for name, *rows, columns in inner.reads if name == MODULE + suffix]
+        num_read = sum((end - start) * (columns or (0, stored.shape[1]))[1] for columns, (start, end) in reads)
+        num_read -= sum((end - start) * (columns or (0, 0))[0] for columns, (start, end) in reads)
+        assert num_read == stored.numel(), f"{case} {suffix}: {num_read} elements of {stored.numel()}"
+        assert len(reads) > 1 or stored.nbytes <= band_bytes, f"{case} {suffix} was read whole"
+    source.close()
+    assert source._bands.held_bytes == 0
+
+
+def test_packed_source_bands_that_were_dropped_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many readers at once, with room for one band."""
+    monkeypatch.setattr(packed_bands, "BAND_BYTES", 640)
+    monkeypatch.setattr(packed_bands, "KEPT_BYTES", 640)
+    source, made = packed("gptq-v1", 96, 96)
+    starts = [place * 31 % 90 for place in range(90)]
+    with ThreadPoolExecutor(4) as readers:
+        found = list(readers.map(lambda start: read_rows(source, NAME, start, start + 6, (40, 96)), starts))
+    for start, values in zip(starts, found, strict=True):
+        assert same(values, made.weight[start : start + 6, 40:])
 
 
 def test_packed_source_read_together_matches_single_reads() -> None:
@@ -251,6 +284,9 @@ def test_packed_source_scratch_is_at_most_the_stated_bytes(case: str, monkeypatc
     monkeypatch.setattr(packed_tiles, "STEP_ELEMENTS", 2**12)
     monkeypatch.setattr(packed_tiles, "SCALES_PER_TILE", 2**10)
     monkeypatch.setattr(packed_tiles, "WHOLE_BYTES", 2**12)
+    monkeypatch.setattr(packed_bands, "BAND_BYTES", 2**13)
+    monkeypatch.setattr(packed_bands, "KEPT_BYTES", 2**14)
+    monkeypatch.setattr(repack, "STEP_BYTES", 2**10)
     source, _ = packed(case, 96, 1536)
     inner = source._source
     assert isinstance(inner, TensorSource)
@@ -259,8 +295,14 @@ def test_packed_source_scratch_is_at_most_the_stated_bytes(case: str, monkeypatc
         view = memoryview(out.view(-1).view(torch.uint8).numpy())
         with Held(out, *inner.tensors.values()) as held:
             source.read_into(NAME, *rows, view, columns)
-        own_bytes = source.scratch_bytes_per_reader
+        own_bytes = source.scratch_bytes_per_reader + source.shared_bytes
         assert held.most_bytes <= own_bytes, f"{case}: {held.most_bytes} of {own_bytes}"
+    scheme = source.entries[NAME].packed
+    assert scheme is not None
+    planes = torch.empty(96 * scheme.row_bytes(1536), dtype=torch.uint8)
+    with Held(planes, *inner.tensors.values()) as held:
+        source.read_packed(NAME, scheme, (0, 96), memoryview(planes.numpy()))
+    assert held.most_bytes <= source.scratch_bytes_per_reader + source.shared_bytes, f"{case}: repacked"
 
 
 @pytest.mark.parametrize("case", ["awq", "gptq-v1", "gptq-order", "gptq-v2-8bit", "int4", "nvfp4", "fp8-tensor"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.kernels.load.place_kernels import UNSEEN
 from holdfast.kernels.native_library import native_library
-from holdfast.quant.packed_schemes import SCALE_PLANES, PackedPlane, PackedScheme
+from holdfast.quant.packed_schemes import LARGEST_SCALE, SCALE_PLANES, PackedPlane, PackedScheme
 from holdfast.quant.packed_tiles import TILE_ROWS, stored_scheme, tile_fields
 from holdfast.quant.tile_values import arrange_reference
 from holdfast.quant.weight_quantize import E4M3_NAN
@@ -68,17 +68,22 @@ def place_tiles(
 
 
 def _check_scales(bytes_RB: Tensor, rows_RE: Tensor, plane: PackedPlane, first_row: int, findings: Tensor) -> None:
-    if plane.nan_byte >= 0:
-        _note((bytes_RB == plane.nan_byte).any(dim=1), first_row, findings[0])
+    if plane.most_byte < 255:
+        _note((bytes_RB > plane.most_byte).any(dim=1), first_row, findings[0])
+    elif plane.has_scale_first:
+        first_RJB = bytes_RB.unflatten(1, (-1, plane.elements))[..., :2]
+        _note(_is_wrong(first_RJB.flatten(1).view(torch.float16)), first_row, findings[0])
     elif plane.name in SCALE_PLANES and "float" in plane.dtype:
         _note(_is_wrong(rows_RE), first_row, findings[0])
 
 
 def _is_wrong(scales_RE: Tensor) -> Tensor:
-    """Return True for each row with a scale that is not finite [R]."""
+    """Return True for each row with a scale that is not finite, or too large for finite values [R]."""
     if scales_RE.dtype == torch.float8_e4m3fn:
         return ((scales_RE.view(torch.uint8) & 0x7F) == E4M3_NAN).any(dim=1)
-    return ~scales_RE.isfinite().all(dim=1)
+    if scales_RE.dtype == torch.float16:
+        return ~scales_RE.isfinite().all(dim=1)
+    return ~(scales_RE.abs() <= LARGEST_SCALE).all(dim=1)
 
 
 def _note(is_wrong_R: Tensor, first_row: int, finding: Tensor) -> None:

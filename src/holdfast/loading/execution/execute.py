@@ -15,8 +15,8 @@ from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterF
 from holdfast.loading.execution.place import ChunkViews, Placer
 from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
 from holdfast.loading.planning.moves import EMBEDDING, HEAD, Move, PlannedWeight, part_name
-from holdfast.loading.planning.plan import PINNED_CHUNKS, LoadPlan
-from holdfast.loading.sources.source import CheckedSource, WeightSource, WritingSource
+from holdfast.loading.planning.plan import CPU_READERS, PINNED_CHUNKS, LoadPlan
+from holdfast.loading.sources.source import CheckedSource, ValueCheckedSource, WeightSource, WritingSource
 from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
@@ -31,8 +31,6 @@ log = get_logger(__name__)
 Progress = Callable[[int, int], None]
 """progress(done_bytes, total_bytes) of the checkpoint."""
 SECONDS_BETWEEN_PROGRESS = 0.05
-CPU_READERS = 2
-"""Reader threads of a load on the CPU, beside the thread that places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,8 @@ def load_weights(
     """
     target = torch.device(device)
     start = time.perf_counter()
+    if isinstance(source, ValueCheckedSource):
+        source.check_values({move.tensor: move.packed for move in (*plan.moves, *plan.tied)})
     with _out_of_memory_as_error(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.packed.matrices import PackedMatrix
+from holdfast.loading.packed.tiles import STEP_ELEMENTS, Span, words_around
 from holdfast.quant.weight_quantize import e8m0_values
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,8 +45,6 @@ class Scales(NamedTuple):
     middle: int
 
 
-Span = tuple[int, int]
-"""The first, and one after the last."""
 Codes = Callable[[PackedMatrix, Reader, Span, Span], torch.Tensor]
 """codes(matrix, reader, rows, columns): codes [R, C], as bytes or e4m3 numbers."""
 ScalesOf = Callable[[PackedMatrix, Reader, Span, Span], Scales]
@@ -81,12 +80,6 @@ def across_rows(fields_AWP: torch.Tensor) -> torch.Tensor:
     """Words hold codes of consecutive rows: [A, W, P] is [A * P, W]."""
     num_rows, num_columns, each = fields_AWP.shape
     return fields_AWP.permute(0, 2, 1).reshape(num_rows * each, num_columns)
-
-
-def words_around(span: Span, each: int) -> tuple[Span, Span]:
-    """Return the words that hold these codes, and the place of the codes in them."""
-    first, last = span[0] // each, -(-span[1] // each)
-    return (first, last), (span[0] - first * each, span[1] - first * each)
 
 
 def _awq_codes(matrix: PackedMatrix, reader: Reader, rows: Span, columns: Span) -> torch.Tensor:
@@ -136,10 +129,28 @@ def _output_scales(matrix: PackedMatrix, reader: Reader, rows: Span, groups: Spa
 
 def _check_middle(matrix: PackedMatrix, reader: Reader, zeros_JR: torch.Tensor) -> None:
     """Check that symmetric zero points are the middle code, or one less (v1), in all codes alike."""
-    accepted = matrix.layout.middle - 1, matrix.layout.middle
-    if not any(bool((zeros_JR == value).all()) for value in accepted):
-        problem = f"has zero points other than {accepted[0]} or {accepted[1]}, and the settings say sym"
+    if not _are_middle(matrix, zeros_JR):
+        middle = matrix.layout.middle
+        problem = f"has zero points other than {middle - 1} or {middle}, and the settings say sym"
         raise reader.wrong(matrix.zeros, problem)
+
+
+def _are_middle(matrix: PackedMatrix, zeros_JR: torch.Tensor) -> bool:
+    return any(bool((zeros_JR == value).all()) for value in (matrix.layout.middle - 1, matrix.layout.middle))
+
+
+def is_symmetric(matrix: PackedMatrix, reader: Reader) -> bool:
+    """Return True if all zero points of a matrix are the middle code, or all are one less (v1)."""
+    words = 0, -(-matrix.num_rows // matrix.layout.codes_per_word)
+    step = max(1, STEP_ELEMENTS // matrix.num_rows)
+    firsts: set[int] = set()
+    for start in range(0, matrix.num_groups, step):
+        words_JW = reader.read(matrix.zeros, (start, min(start + step, matrix.num_groups)), words)
+        zeros_JR = along_rows(fields_of(words_JW, matrix.layout.bits))[:, : matrix.num_rows]
+        firsts.add(int(zeros_JR[0, 0]))
+        if len(firsts) > 1 or not _are_middle(matrix, zeros_JR):
+            return False
+    return True
 
 
 def _input_scales(matrix: PackedMatrix, reader: Reader, rows: Span, groups: Span) -> Scales:
@@ -156,6 +167,8 @@ def _row_scales(matrix: PackedMatrix, reader: Reader, rows: Span, groups: Span) 
     """Scales by group, by row, by block of rows, or one; zero points alike (int-quantized, fp8)."""
     scales_RJ = _by_row(matrix, reader, matrix.scales, rows, groups)
     zeros_RJ = _by_row(matrix, reader, matrix.zeros, rows, groups) if matrix.zeros else None
+    if zeros_RJ is not None and matrix.layout.bits == 4 and bool((zeros_RJ.abs() > 8).any() | (zeros_RJ == 8).any()):
+        raise reader.wrong(matrix.zeros, "holds zero points beyond 4 bits, from -8 to 7")
     return Scales(scales_RJ, zeros_RJ, 0)
 
 
@@ -202,16 +215,23 @@ def group_index(matrix: PackedMatrix, reader: Reader) -> torch.Tensor | None:
     if not matrix.groups:
         return None
     index_K = reader.read(matrix.groups, (0, matrix.num_columns)).to(torch.int64)
+    runs_K = torch.arange(matrix.num_columns) // matrix.scale_columns
+    if torch.equal(index_K, runs_K):
+        return None
     least, most, num_groups = int(index_K.min()), int(index_K.max()), matrix.num_groups
     is_gptq = matrix.layout.format.is_input_major
     if least == most == (0 if is_gptq else -1) and not (is_gptq and matrix.layout.has_order):
         return None  # never filled in
     if least < 0 or most >= num_groups:
         raise reader.wrong(matrix.groups, f"names the groups {least} to {most}, and there are {num_groups}")
-    if most == least and num_groups > 1:
+    if most == least:
         raise reader.wrong(matrix.groups, f"puts every input into the group {most} of {num_groups}")
-    runs_K = torch.arange(matrix.num_columns) // matrix.scale_columns
-    return None if torch.equal(index_K, runs_K) else index_K
+    counts_J, sizes_J = torch.bincount(index_K, minlength=num_groups), torch.bincount(runs_K)
+    if not torch.equal(counts_J, sizes_J):
+        group = int((counts_J != sizes_J).nonzero()[0])
+        problem = f"puts {counts_J[group]} inputs into the group {group}, which has {sizes_J[group]}"
+        raise reader.wrong(matrix.groups, problem)
+    return index_K
 
 
 def expand(

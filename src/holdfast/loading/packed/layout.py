@@ -126,6 +126,8 @@ class PackedLayout:
     zeros: Zeros = "none"
     has_order: bool = False
     """True if the settings declare act-order."""
+    may_be_middle: bool = False
+    """True if the settings declare symmetric modules beside those with zero points: the words tell them apart."""
 
     @property
     def codes_per_word(self) -> int:

@@ -136,11 +136,14 @@ def _settle(
     form, codes = layout.format, entries[module + layout.format.codes]
     wanted = shapes.get(module + WEIGHT)
     if len(codes.shape) != 2 or 0 in codes.shape:
-        raise _wrong_shape(codes, "two dimensions")
+        raise _wrong_shape(codes, "a matrix of words")
     num_rows, num_columns = wanted if wanted is not None and len(wanted) == 2 else layout.matrix_shape(codes.shape)
     if (reason := layout.indivisible(num_rows, num_columns)) is not None:
         raise UnsupportedModelError(
-            "weights.packed_format", file=codes.file, tensor=codes.name, reason=f"as {layout.title}, {reason}"
+            "weights.packed_format",
+            file=codes.file,
+            tensor=codes.name,
+            reason=f"as {layout.title}, {reason}; take a checkpoint with other groups",
         )
     _check_shape(codes, (layout.code_shape(num_rows, num_columns),))
     scales = _beside(module, form.scales, codes, entries)
@@ -204,6 +207,8 @@ def _find_zeros(
             _check_shape(entries[zeros], (scales.shape,))
             return layout, "", zeros
         layout = replace(layout, zeros="plain" if form.numbers == "signed" else "words")
+    if layout.may_be_middle and zeros not in entries:
+        layout = replace(layout, zeros="middle")
     if layout.zeros == "none" or (layout.zeros == "middle" and zeros not in entries):
         return layout, "", ""
     found = _beside(module, (form.zeros,), codes, entries)

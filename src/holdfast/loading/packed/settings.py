@@ -5,7 +5,7 @@ of plain modules (`ignore`, `modules_to_not_convert`) are not needed, because pl
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import UnsupportedModelError, shown
@@ -33,6 +33,8 @@ METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round")
 METHOD_SPELLINGS = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "intel/auto-round": "auto-round"}
 STORED_METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
 """Methods whose weights load unchanged (loading/planning/stored_schemes.py)."""
+BYTE_FORMATS = ("float-quantized", "naive-quantized")
+"""Formats of compressed-tensors whose weights may be e4m3 in bytes."""
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 ALL = -1
 """Size of a group of all inputs."""
@@ -180,7 +182,15 @@ def _own_layouts(settings: Settings, make: Callable[[Settings], PackedLayout], o
             continue
         merged = {**settings.values, **own.values}
         found.append(make(Settings(merged, settings.file, own.section)))
-    return found
+    return _told_apart(found)
+
+
+def _told_apart(layouts: Sequence[PackedLayout]) -> list[PackedLayout]:
+    """Join layouts that differ in being symmetric, which headers do not show."""
+    with_zeros = {replace(one, zeros="middle"): one for one in layouts if one.zeros != "middle"}
+    found = [with_zeros.get(one, one) for one in layouts]
+    mixed = {with_zeros[one] for one in layouts if one in with_zeros}
+    return [replace(one, may_be_middle=one in mixed) for one in found]
 
 
 def _is_packed(own: Settings, bits: int) -> bool:
@@ -191,7 +201,8 @@ def _is_packed(own: Settings, bits: int) -> bool:
 def _gptq_layout(settings: Settings, zeros: Zeros) -> PackedLayout:
     own_zeros: Zeros = "middle" if settings.flag("sym", True) else zeros
     bits, group_size = _bits(settings, (4, 8)), _group_size(settings)
-    return PackedLayout(GPTQ, bits, group_size, own_zeros, settings.values.get("desc_act") is True)
+    has_order = settings.values.get("desc_act") is not None and settings.flag("desc_act", False)
+    return PackedLayout(GPTQ, bits, group_size, own_zeros, has_order)
 
 
 def _auto_round(settings: Settings) -> list[PackedLayout]:
@@ -221,8 +232,10 @@ def _llm_compressor_layout(settings: Settings) -> PackedLayout:
 
 
 def _packs(settings: Settings) -> bool:
-    """Return True if some group of compressed-tensors is not e4m3 in bytes."""
+    """Return True if some group of compressed-tensors is not e4m3 in bytes, or the format of groups that are missing."""
     groups = settings.part("config_groups")
+    if groups is None or not groups.values:
+        return _word(settings, "format")[1] in TABLES["compressed_formats"].keys() - set(BYTE_FORMATS)
     for name in () if groups is None else groups.values:
         group = groups.part(name) if groups is not None else None
         weights = None if group is None else group.part("weights")
@@ -251,6 +264,8 @@ def _compressed(settings: Settings) -> list[PackedLayout]:
         if not fitting:
             raise declined(group, "format", stored, f"its weights are {listed([way.title for way in ways])}")
         found += fitting
+    if not found:
+        raise settings.missing("config_groups", "it says how weights are stored")
     return found
 
 

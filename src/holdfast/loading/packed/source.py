@@ -1,22 +1,23 @@
 """PackedSource: presents packed matrices as X.weight in float32 [N, K], dequantized by the reading thread; no torch until a read.
 
 A read goes tile by tile: scales and zero points of some rows once, then their codes in steps of columns. Tensors with
-inputs as rows (AWQ, GPTQ) are read by the columns of their words that a tile needs, or whole where that costs little.
+inputs as rows (AWQ, GPTQ) are read in bands (`Bands`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.loading.packed.bands import BandReader, Bands
 from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
 from holdfast.loading.packed.schemes import is_ordered, scheme_of
 from holdfast.loading.packed.settings import TABLES, PackedSettings
-from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, scratch_bytes, tiles
+from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, Span, scratch_bytes, tiles
 from holdfast.loading.sources.source import (
     Columns,
     RowRead,
@@ -30,10 +31,12 @@ from holdfast.loading.sources.source import (
 from holdfast.memory.on_disk import OnDisk, StoredType
 from holdfast.models.parameters import Parameter
 from holdfast.quant.formats import DTYPE_BYTES
-from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_schemes import LARGEST_SCALE, PackedScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.loading.packed.dequantize import Reader
 
 READ_DTYPE = "float32"
 WHOLE_SHARE = 32
@@ -55,7 +58,10 @@ class PackedSource:
     def __init__(self, source: WeightSource, settings: PackedSettings, found: dict[str, PackedMatrix]) -> None:
         self._source = source
         self._matrices = {matrix.tensor: matrix for matrix in found.values()}
-        self._checked: set[str] = set()
+        self._settled_matrices: dict[str, PackedMatrix] = {}
+        self._ordered: set[str] = set()
+        """Matrices whose groups are no runs of inputs."""
+        self._bands = Bands(source)
         self.settings = settings
         self.entries: dict[str, TensorEntry] = {}
         """Every tensor, scales included, so that the list of files is complete; codes as the matrix that they hold."""
@@ -106,6 +112,11 @@ class PackedSource:
         return self._source.scratch_bytes_per_reader + own_bytes
 
     @property
+    def shared_bytes(self) -> int:
+        """Most bytes of bands, which all readers share."""
+        return self._bands.most_bytes if any(one.layout.format.is_input_major for one in self._matrices.values()) else 0
+
+    @property
     def on_disk(self) -> OnDisk:
         """Sum bytes by stored type; tensors beside codes count with these."""
         counts: Counter[str] = Counter()
@@ -145,16 +156,18 @@ class PackedSource:
         from holdfast.loading.packed.dequantize import FUNCTIONS, expand, group_index
 
         first, last = check_read(self.entries[name], row_start, row_end, out, columns)
-        self._check_module(matrix)
+        matrix = self._settled(matrix)
         if row_start == row_end:
             return
         values_RC = torch.frombuffer(out, dtype=torch.float32).view(row_end - row_start, last - first)
-        index_K, functions = group_index(matrix, self), FUNCTIONS[matrix.layout.format.name]
+        index_K = group_index(matrix, self) if matrix.tensor in self._ordered else None
+        functions = FUNCTIONS[matrix.layout.format.name]
+        reader = self._reader(matrix, (first, last))
         groups = _groups_of(matrix, index_K, (first, last))
         for rows, steps in tiles(matrix, (row_start, row_end), (first, last), groups[1] - groups[0]):
-            scales = functions.scales(matrix, self, rows, groups)
+            scales = functions.scales(matrix, reader, rows, groups)
             for step in steps:
-                codes_RC = functions.codes(matrix, self, rows, step)
+                codes_RC = functions.codes(matrix, reader, rows, step)
                 own = slice(rows[0] - row_start, rows[1] - row_start), slice(step[0] - first, step[1] - first)
                 size = _whole_groups(matrix, step)
                 if index_K is None and size:
@@ -176,10 +189,10 @@ class PackedSource:
         """Repack rows of a matrix into planes: a row is an output, and its codes lie in the order of inputs."""
         from holdfast.loading.packed.repack import repack
 
-        matrix = self._matrices[name]
-        self._check_module(matrix)
+        matrix = self._kept(self._matrices[name], scheme)
         if rows[0] < rows[1]:
-            repack(matrix, self, scheme, rows, columns or (0, matrix.num_columns), out)
+            columns = columns or (0, matrix.num_columns)
+            repack(matrix, self._reader(matrix, columns), scheme, rows, columns, out)
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
         """Read packed matrices one by one, and the rest together if the inner source supports it."""
@@ -194,6 +207,7 @@ class PackedSource:
                 self.read_into(*read)
 
     def close(self) -> None:
+        self._bands.clear()
         self._source.close()
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
@@ -207,32 +221,73 @@ class PackedSource:
             return read_rows(self._source, name, *rows)[:, slice(*columns)]
         return read_rows(self._source, name, *rows, columns)
 
+    def check_values(self, kept: Mapping[str, PackedScheme | None]) -> None:
+        """Refuse wrong values of small tensors: groups of inputs, shapes, scales of all scales, and needless biases."""
+        for name, scheme in kept.items():
+            matrix = self._matrices.get(name)
+            if matrix is not None:
+                _ = self._settled(matrix) if scheme is None else self._kept(matrix, scheme)
+
     def wrong(self, name: str, problem: str) -> ModelFormatError:
         """Return the error about the values of a stored tensor."""
         file = self._source.entries[name].file
         return ModelFormatError("weights.packed_values", file=file, tensor=name, problem=problem)
 
-    def _check_module(self, matrix: PackedMatrix) -> None:
-        """Check the small tensors of a module before its first read."""
-        if matrix.tensor in self._checked:
-            return
+    def _reader(self, matrix: PackedMatrix, columns: Span) -> Reader:
+        """Return what reads a matrix for one call."""
+        return BandReader(self._bands, self, matrix, columns) if matrix.layout.format.is_input_major else self
+
+    def _kept(self, matrix: PackedMatrix, scheme: PackedScheme) -> PackedMatrix:
+        """Like `_settled`, for a matrix that stays packed."""
+        settled = self._settled(matrix)
+        if matrix.tensor in self._ordered and not scheme.order_groups:
+            file = self._source.entries[matrix.groups].file
+            reason = "it orders groups by input, and the settings declare no act-order; take packed_weights=expanded"
+            raise UnsupportedModelError("weights.packed_format", file=file, tensor=matrix.groups, reason=reason)
+        return settled
+
+    def _settled(self, matrix: PackedMatrix) -> PackedMatrix:
+        """Check the small tensors of a module before its first read; return it with the zero points that it has."""
+        if matrix.tensor in self._settled_matrices:
+            return self._settled_matrices[matrix.tensor]
+        from holdfast.loading.packed.dequantize import group_index, is_symmetric
+
         if matrix.shape:
-            stated = read_rows(self._source, matrix.shape, 0, prod(self._source.entries[matrix.shape].shape)).tolist()
+            stated = self._whole(matrix.shape).tolist()
             if stated != [matrix.num_rows, matrix.num_columns]:
                 problem = f"says {stated}, and the matrix is [{matrix.num_rows}, {matrix.num_columns}]"
                 raise self.wrong(matrix.shape, problem)
-        if matrix.zero_bias:
-            bias = read_rows(self._source, matrix.zero_bias, 0, prod(self._source.entries[matrix.zero_bias].shape))
-            if bool(bias.any()):
-                raise self.wrong(matrix.zero_bias, "is not zero, and the model has no such bias")
+        if matrix.zero_bias and bool(self._whole(matrix.zero_bias).any()):
+            raise self.wrong(matrix.zero_bias, "is not zero, and the model has no such bias")
+        if matrix.second:
+            self._check_second(matrix)
         if matrix.zero_points:
-            num_rows, num_groups = self._source.entries[matrix.zero_points].shape
-            step_rows = max(1, STEP_ELEMENTS // num_groups)
-            for start in range(0, num_rows, step_rows):
-                points = read_rows(self._source, matrix.zero_points, start, min(start + step_rows, num_rows))
-                if bool(points.any()):
-                    raise self.wrong(matrix.zero_points, "is not zero, and the settings say symmetric")
-        self._checked.add(matrix.tensor)
+            self._check_zero_points(matrix)
+        if group_index(matrix, self) is not None:
+            self._ordered.add(matrix.tensor)
+        if matrix.layout.may_be_middle and matrix.zeros and is_symmetric(matrix, self):
+            matrix = matrix._replace(layout=replace(matrix.layout, zeros="middle"))
+        self._settled_matrices[matrix.tensor] = matrix
+        return matrix
+
+    def _check_second(self, matrix: PackedMatrix) -> None:
+        """Check that the scale of all scales leaves values in float32's range."""
+        value = abs(float(self._whole(matrix.second).view(())))
+        least = 1 / LARGEST_SCALE if matrix.layout.format.divides else 0.0
+        if not least <= value <= LARGEST_SCALE:
+            problem = f"is {value:g}, and only {least:.2g} to {LARGEST_SCALE:.2g} keep weights in float32's range"
+            raise self.wrong(matrix.second, problem)
+
+    def _check_zero_points(self, matrix: PackedMatrix) -> None:
+        num_rows, num_groups = self._source.entries[matrix.zero_points].shape
+        step_rows = max(1, STEP_ELEMENTS // num_groups)
+        for start in range(0, num_rows, step_rows):
+            points = read_rows(self._source, matrix.zero_points, start, min(start + step_rows, num_rows))
+            if bool(points.any()):
+                raise self.wrong(matrix.zero_points, "is not zero, and the settings say symmetric")
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return read_rows(self._source, name, 0, prod(self._source.entries[name].shape))
 
 
 def _groups_of(matrix: PackedMatrix, index_K: torch.Tensor | None, columns: tuple[int, int]) -> tuple[int, int]:

@@ -12,24 +12,37 @@ WHOLE_BYTES = 2**20
 """Most bytes of a read of whole rows of words for some of their columns."""
 ELEMENT_SCRATCH, SCALE_SCRATCH = 12, 16
 """Bytes of scratch for an element of a step, and for a scale of a tile: as stored, unpacked, as float32, expanded."""
-Tile = tuple[tuple[int, int], list[tuple[int, int]]]
+Span = tuple[int, int]
+"""The first, and one after the last."""
+Tile = tuple[Span, list[Span]]
 
 
-def tiles(matrix: PackedMatrix, rows: tuple[int, int], columns: tuple[int, int], num_groups: int) -> Iterator[Tile]:
+def tiles(matrix: PackedMatrix, rows: Span, columns: Span, num_groups: int) -> Iterator[Tile]:
     """Cut a read into tiles of rows, and each tile into steps of columns; words and groups stay whole if possible."""
     width, each = columns[1] - columns[0], matrix.layout.codes_per_word
-    most_rows = max(1, SCALES_PER_TILE // num_groups)
-    if not matrix.layout.format.is_input_major:
-        step_rows, step_columns = min(most_rows, max(1, STEP_ELEMENTS // width)), STEP_ELEMENTS
-    else:
-        step_rows = max(each, most_rows // each * each)
-        step_columns = max(each, STEP_ELEMENTS // min(step_rows, rows[1] - rows[0]) // each * each)
-        if matrix.scale_columns <= step_columns:
-            step_columns = step_columns // matrix.scale_columns * matrix.scale_columns
-    for start in range(rows[0], rows[1], step_rows):
-        end = min(start + step_rows, rows[1])
+    is_input_major = matrix.layout.format.is_input_major
+    most_rows = STEP_ELEMENTS if is_input_major else max(1, STEP_ELEMENTS // width)
+    for start, end in row_tiles(matrix, rows, num_groups, most_rows):
+        step_columns = STEP_ELEMENTS
+        if is_input_major:
+            step_columns = max(each, STEP_ELEMENTS // (end - start) // each * each)
+            if matrix.scale_columns <= step_columns:
+                step_columns = step_columns // matrix.scale_columns * matrix.scale_columns
         edges = [columns[0], *range((columns[0] // step_columns + 1) * step_columns, columns[1], step_columns)]
         yield (start, end), list(zip(edges, [*edges[1:], columns[1]], strict=True))
+
+
+def row_tiles(matrix: PackedMatrix, rows: Span, num_groups: int, most_rows: int = STEP_ELEMENTS) -> Iterator[Span]:
+    """Cut rows into tiles that have few scales, and at most so many rows."""
+    each = matrix.layout.codes_per_word if matrix.layout.format.is_input_major else 1
+    step = max(each, min(most_rows, SCALES_PER_TILE // num_groups) // each * each)
+    return ((start, min(start + step, rows[1])) for start in range(*rows, step))
+
+
+def words_around(span: Span, each: int) -> tuple[Span, Span]:
+    """Return the words that hold these codes, and the place of the codes in them."""
+    first, last = span[0] // each, -(-span[1] // each)
+    return (first, last), (span[0] - first * each, span[1] - first * each)
 
 
 def scratch_bytes(matrix: PackedMatrix) -> int:

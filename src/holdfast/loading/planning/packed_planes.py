@@ -73,7 +73,7 @@ def _refuse_cut(parameter: Parameter, form: PackedForm) -> None:
         weight=name,
         shape=shape,
         scheme=title,
-        reason=f"a rank's share has {reason}",
+        reason=f"in a rank's share, {reason}",
         fix=fix,
     )
 

@@ -16,7 +16,7 @@ from holdfast.loading.planning.coverage import (
 from holdfast.loading.planning.moves import BYTES, SIGNED_BYTES, Choice, Move, PlannedWeight, choose_all
 from holdfast.loading.planning.packed_planes import form_of, packed_moves
 from holdfast.loading.planning.stored_schemes import StoredPlanes, StoredSchemes
-from holdfast.loading.sources.source import TensorEntry, WeightSource, WritingSource
+from holdfast.loading.sources.source import SharingSource, TensorEntry, WeightSource, WritingSource
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
@@ -34,7 +34,8 @@ the second.
 """
 PINNED_CHUNKS = 12
 CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
-MAX_READERS = 12
+MAX_READERS, CPU_READERS = 12, 2
+"""Reader threads; on a CPU, beside the thread that places."""
 MAX_READER_BYTES = 32 * 2**20
 """Host memory limit of all readers together, beside the chunks; exceeded only if one reader alone needs more."""
 
@@ -54,6 +55,8 @@ class LoadPlan:
     """Tensors of a source that writes rows on the device; empty for a source that reads them."""
     reader_bytes: int
     """Host memory of one reader beside its chunk."""
+    shared_bytes: int = 0
+    """Host memory that all readers share."""
     is_checked: bool = False
     """True if the source has checksums, which are computed on the device."""
 
@@ -122,7 +125,8 @@ class LoadPlan:
 
     def host_bytes(self, device_kind: str) -> int:
         """Return the host memory of a load: staging for a GPU, or everything but the weights on a CPU."""
-        reading = 0 if self.writer_specs else self.num_readers * self.reader_bytes
+        num_readers = min(self.num_readers, CPU_READERS) if device_kind == "cpu" else self.num_readers
+        reading = 0 if self.writer_specs else num_readers * self.reader_bytes + self.shared_bytes
         return reading + (self.staging_bytes("cpu") if device_kind == "cpu" else self.pinned_bytes(device_kind))
 
     def terms(self, device_kind: str) -> tuple[Term, ...]:
@@ -188,6 +192,7 @@ def plan_load(
         recipe=recipe,
         writer_specs=writer_specs,
         reader_bytes=source.scratch_bytes_per_reader,
+        shared_bytes=source.shared_bytes if isinstance(source, SharingSource) else 0,
     )
 
 

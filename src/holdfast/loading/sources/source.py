@@ -111,6 +111,25 @@ class PackableSource(Protocol):
         ...
 
 
+@runtime_checkable
+class SharingSource(Protocol):
+    """Extra property of a source whose readers share buffers."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Most host memory of these buffers, beside `scratch_bytes_per_reader`."""
+        ...
+
+
+@runtime_checkable
+class ValueCheckedSource(Protocol):
+    """Extra method of a source with small tensors of numbers that say how others are read."""
+
+    def check_values(self, kept: Mapping[str, PackedScheme | None]) -> None:
+        """Refuse wrong numbers beside these tensors, before memory is taken; a scheme says that a tensor stays packed."""
+        ...
+
+
 class RowRead(NamedTuple):
     """The arguments of `WeightSource.read_into`."""
 
