@@ -15,6 +15,14 @@ PACKED_KERNELS: Mapping[str, frozenset[str]] = {
 }
 """Families of schemes with a kernel, by kind of device: int8 and mxfp4 have those of `quantization`."""
 
+DEQUANTIZED_FAMILIES = frozenset(
+    {
+        *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"),
+        *("block_mxfp4", "block_nvfp4", "int", "int8", "fp8", "nvfp4", "mxfp4"),
+    }
+)
+"""Families whose rows a kernel dequantizes on a GPU (kernels/gemm/packed_dequantize.py)."""
+
 
 def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
     """Return the scheme in which a device holds so many rows of a part: tiles on a CPU, if they fill whole groups."""
