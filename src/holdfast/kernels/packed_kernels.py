@@ -23,6 +23,22 @@ DEQUANTIZED_FAMILIES = frozenset(
 )
 """Families whose rows a kernel dequantizes on a GPU (kernels/gemm/packed_dequantize.py)."""
 
+TILE_ROWS = 128
+"""Rows of a weight in a program of kernels/gemm/packed_mma.py."""
+MOST_SPLIT_ROWS = 64
+"""Most rows of a product whose parts along K run in programs of their own."""
+SPLIT_PROGRAMS = 396
+"""Programs that a product is split into, if it can be: three for each multiprocessor of an H200."""
+MOST_SPLITS, LEAST_SPLIT_COLUMNS = 8, 1024
+ARRIVED_BYTES = 16384
+"""Counters of split products, at the beginning of the lane; zero between products."""
+
+
+def packed_splits(num_rows: int, num_columns: int) -> int:
+    """Return the parts along K of a product: the shape of the weight decides."""
+    wanted = -(-SPLIT_PROGRAMS // -(-num_rows // TILE_ROWS))
+    return max(1, min(wanted, MOST_SPLITS, num_columns // LEAST_SPLIT_COLUMNS))
+
 
 def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
     """Return the scheme in which a device holds so many rows of a part: tiles on a CPU, if they fill whole groups."""
