@@ -16,7 +16,9 @@ def run_assembler(text: str, inputs: Sequence[np.ndarray], num_outputs: int) -> 
     shape = next(iter(registers.values())).shape
 
     def read(name: str) -> Register:
-        return registers[name] if name in registers else np.full(shape, int(re.sub("^0f", "0x", name), 0), dtype=np.uint32)
+        return (
+            registers[name] if name in registers else np.full(shape, int(re.sub("^0f", "0x", name), 0), dtype=np.uint32)
+        )
 
     for line in text.strip().removeprefix("{").removesuffix("}").strip().split("\n"):
         name, out, *sources = re.findall(r"\{.*?\}|[\w.$]+", line)

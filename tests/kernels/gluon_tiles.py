@@ -110,13 +110,15 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
 
     def in_line(text: Any, _: Any, arguments: Any, dtype: Any, *__: Any) -> Any:
         text = plain(text)
-        if text.startswith("griddepcontrol."):
+        if text.startswith(("griddepcontrol.", "bar.sync")):
             return None
         return assembler(text, arguments, dtype, 0 if text in column_texts else 1)
 
     def allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared:
         sizes = [plain(n) for n in shape]
-        return Shared(torch.full((int(np.prod(sizes)) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(sizes))
+        return Shared(
+            torch.full((int(np.prod(sizes)) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(sizes)
+        )
 
     def chosen(mask: Any, first: Any, second: Any) -> Any:
         if not isinstance(mask, torch.Tensor):
@@ -137,7 +139,8 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in ("uint8", "int32", "int64", "float16", "bfloat16", "float32")},
         **dict.fromkeys(
-            ("SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), named
+            ("SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"),
+            named,
         ),
         program_id=lambda axis: Scalar(place[axis]),
         num_warps=lambda: num_warps,
@@ -150,7 +153,6 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
         where=chosen,
         minimum=least,
         broadcast=torch.broadcast_tensors,
-        barrier=lambda: None,
         atomic_add=add,
         load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other),
         store=lambda pointer, values, mask=True: (

@@ -57,7 +57,9 @@ def run(x_TK: torch.Tensor, part: PackedPart, bias_N: torch.Tensor | None, devic
     return out[:, 3:-2]
 
 
-def judge(y_TN: torch.Tensor, x_TK: torch.Tensor, part: PackedPart, bias_N: torch.Tensor | None, matrix: int = 0) -> None:
+def judge(
+    y_TN: torch.Tensor, x_TK: torch.Tensor, part: PackedPart, bias_N: torch.Tensor | None, matrix: int = 0
+) -> None:
     """Sums in float32 of exact products: far below what rounded weights would differ by."""
     values = dequantize_rows(part, matrix, (0, part.num_rows), torch.empty(part.shape[-2:])).double()
     exact = x_TK.double() @ values.T
@@ -114,7 +116,8 @@ def test_packed_mma_nan_stays_in_its_row(device: torch.device) -> None:
 
 
 def test_row_form_and_splits_follow_the_shapes() -> None:
-    assert [kernels.row_form(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 512, 513)] == [8, 8, 16, 32, 64, 64, 64, 64, 0]
+    assert [kernels.block_rows(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 513)] == [8, 8, 16, 32, 64, 64, 64, 64]
+    assert len({kernels.row_form(rows) for rows in range(1, 2000)}) == 6
     assert kernels.packed_splits(51200, 5120) == 1
     assert kernels.packed_splits(5120, 25600) == 8
     assert kernels.packed_splits(512, 1024) == 1
@@ -123,7 +126,7 @@ def test_row_form_and_splits_follow_the_shapes() -> None:
 
 
 def test_takes_declines_a_host_and_other_types() -> None:
-    assert not kernels.takes(torch.empty(1, 256, dtype=torch.bfloat16), TILED["Q4_0"], 1)
+    assert not kernels.takes(torch.empty(1, 256, dtype=torch.bfloat16), TILED["Q4_0"])
     assert not kernels.takes_scheme(SCHEMES["int4 in order"], 256)
     assert not kernels.takes_scheme(SCHEMES["Q4_K"], 288)
     assert not kernels.takes_scheme(SCHEMES["Q2_K"], 256)

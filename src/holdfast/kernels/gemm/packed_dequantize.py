@@ -84,7 +84,12 @@ def _launch(part: PackedPart, ids_T: Tensor | None, first_row: int, share_rows: 
     codes = as_bits(planes["codes"])
     extra = next((planes[name] for name in EXTRA_BITS if name in planes), codes)
     scales = planes.get("scales", planes.get("sub", codes))
-    tensors = (codes, extra, as_kernels_read(scales), *(planes.get(name, codes) for name in ("mins", "zeros", "d", "dmin", "second")))
+    tensors = (
+        codes,
+        extra,
+        as_kernels_read(scales),
+        *(planes.get(name, codes) for name in ("mins", "zeros", "d", "dmin", "second")),
+    )
     num_bytes = codes.shape[-1]
     _dequantize_kernel[(-(-num_rows // BLOCK_ROWS), -(-num_bytes // BLOCK_BYTES))](
         *tensors, codes if ids_T is None else ids_T, as_bits(out_RK), num_rows, first_row, share_rows, size_k,
@@ -120,7 +125,9 @@ def _dequantize_kernel(
     else:
         b_row = (tl.where(m_r, o_r, 0).to(tl.int64) + first_row)[:, None]
     m_b = (o_b < row_bytes)[None, :]
-    b_codes = tl.load(p_codes + b_row * row_bytes + o_b[None, :], mask=m_mine[:, None] & m_b, other=0).to(tl.int32) & 255
+    b_codes = (
+        tl.load(p_codes + b_row * row_bytes + o_b[None, :], mask=m_mine[:, None] & m_b, other=0).to(tl.int32) & 255
+    )
     p_rows = p_out + o_r.to(tl.int64)[:, None] * out_stride
     for i in tl.static_range(PER_BYTE):
         if HALF == 1:
@@ -177,7 +184,14 @@ def _number(
     elif FAMILY == "q6_k":
         b_bits = _loaded(p_extra, b_row, size_k // 4, o_k // 128 * 32 + o_k % 32, m_k).to(tl.int32)
         b_code |= (b_bits >> (2 * (o_k % 128 // 32)) & 3) << 4
-    if FAMILY == "q2_k" or FAMILY == "q3_k" or FAMILY == "q4_k" or FAMILY == "q5_k" or FAMILY == "q6_k" or FAMILY == "iq4_xs":
+    if (
+        FAMILY == "q2_k"
+        or FAMILY == "q3_k"
+        or FAMILY == "q4_k"
+        or FAMILY == "q5_k"
+        or FAMILY == "q6_k"
+        or FAMILY == "iq4_xs"
+    ):
         b_d = _loaded(p_d, b_row, size_k // 256, o_k // 256, m_k).to(tl.float32)
     if FAMILY == "q2_k" or FAMILY == "q4_k" or FAMILY == "q5_k":
         b_dmin = _loaded(p_dmin, b_row, size_k // 256, o_k // 256, m_k).to(tl.float32)

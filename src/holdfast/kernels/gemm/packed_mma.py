@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import as_bits, e4m3_value
+from holdfast.kernels.fp8 import e4m3_value
 from holdfast.kernels.gemm.packed_codes import (
     CHUNK_COLUMNS,
     CODE_ROWS,
@@ -29,7 +29,7 @@ from holdfast.kernels.gemm.packed_codes import (
 )
 from holdfast.kernels.gemm.packed_dequantize import named_planes
 from holdfast.kernels.operation import pdl_flags
-from holdfast.kernels.packed_kernels import ARRIVED_BYTES, MOST_SPLIT_ROWS, TILE_ROWS, packed_splits
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES, MMA_ROWS, MOST_SPLIT_ROWS, packed_splits
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.packed_weight import PackedPart
@@ -42,6 +42,7 @@ MOST_ROWS = 512
 CHUNK = kernel_constant(CHUNK_COLUMNS)
 EVEN_ODD = kernel_constant(EVEN_ODD_ASM)
 WAIT = kernel_constant("griddepcontrol.wait; // $0")
+MEET = kernel_constant("bar.sync 0; // $0")
 LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
@@ -52,17 +53,19 @@ class MmaForm(NamedTuple):
     num_stages: int
 
 
-def row_form(num_rows: int) -> int:
-    """Return the rows of a block, 0 for too many rows: the specialization for the number of rows."""
-    if num_rows > MOST_ROWS:
-        return 0
+def row_form(num_rows: int) -> tuple[int, bool, bool]:
+    """Return the rows of a block, if parts are shared, and if the rows are few: the specialization for the number of rows."""
+    return block_rows(num_rows), num_rows <= MOST_SPLIT_ROWS, num_rows <= MOST_ROWS
+
+
+def block_rows(num_rows: int) -> int:
     return next((rows for rows in (8, 16, 32) if num_rows <= rows), 64)
 
 
 def mma_form(num_rows: int, chunk_bytes: int) -> MmaForm:
     """Return the launch: as many stages as let three programs of few rows, or two of many, share a multiprocessor."""
-    block_m = row_form(num_rows)
-    stage = TILE_ROWS * chunk_bytes + 2 * CHUNK_COLUMNS * block_m
+    block_m = block_rows(num_rows)
+    stage = MMA_ROWS * chunk_bytes + 2 * CHUNK_COLUMNS * block_m
     room = (72 if block_m <= 16 else 108) * 1024
     return MmaForm(block_m, max(2, min(4, room // stage)))
 
@@ -76,13 +79,16 @@ def takes_scheme(scheme: PackedScheme, size_k: int) -> bool:
     return size_k % unit == 0
 
 
-def takes(x_TK: Tensor, scheme: PackedScheme, num_rows: int) -> bool:
-    """Return True if these tiles take the rows, on a GPU with mma.sync of bfloat16 and cp.async."""
+def takes(x_TK: Tensor, scheme: PackedScheme, is_invariant: bool = False) -> bool:
+    """Return True if these tiles take the rows, on a GPU with mma.sync of bfloat16 and cp.async.
+
+    If `is_invariant`, they take any number of rows.
+    """
     return (
         gl is not None
         and x_TK.is_cuda
         and x_TK.dtype in (torch.bfloat16, torch.float16)
-        and 0 < num_rows <= MOST_ROWS
+        and (is_invariant or x_TK.shape[0] <= MOST_ROWS)
         and x_TK.stride(0) % 16 == 0
         and takes_scheme(scheme, x_TK.shape[1])
         and torch.cuda.get_device_capability(x_TK.device)[0] >= 8
@@ -102,7 +108,7 @@ def packed_mma(
     chunk_bytes = CHUNK_COLUMNS // per_byte + row.extra_bytes
     form = mma_form(num_rows, chunk_bytes)
     splits = packed_splits(size_n, size_k)
-    num_blocks, num_row_blocks = -(-size_n // TILE_ROWS), -(-num_rows // form.block_m)
+    num_blocks, num_row_blocks = -(-size_n // MMA_ROWS), -(-num_rows // form.block_m)
     is_shared = splits > 1 and num_rows <= MOST_SPLIT_ROWS
     if is_shared:
         needed = ARRIVED_BYTES + 4 * splits * num_rows * size_n
@@ -120,7 +126,7 @@ def packed_mma(
          BASE=code_base(key, x_TK.dtype == torch.bfloat16), HAS_OFFSET=row.has_offset,
         EXTRA=row.extra_bytes, CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_N=size_n, SIZE_K=size_k, GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0,
         SECOND=scheme.second, HAS_BIAS=bias_N is not None, NUM_SPLITS=splits, IS_SHARED=is_shared,
-        BLOCK_M=form.block_m, BLOCK_N=TILE_ROWS, NUM_STAGES=form.num_stages, num_warps=4, **pdl_flags(x_TK),
+        BLOCK_M=form.block_m, BLOCK_N=MMA_ROWS, NUM_STAGES=form.num_stages, num_warps=4, **pdl_flags(x_TK),
     )  # fmt: skip
     return out_TN
 
@@ -226,15 +232,43 @@ def _decode(
     if KIND == "fifth":
         b_f = s_extra.slice(v, 1, dim=1).load(weight)
         b_f, _ = gl.broadcast(b_f, o_offset)
-        b_low, b_high = gl.inline_asm_elementwise(asm, REGISTERS, [b_w, b_f, o_offset], (gl.bfloat16, gl.bfloat16) if TYPE == gl.bfloat16 else (gl.float16, gl.float16), True, 4)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f, o_offset],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
     elif KIND == "fifth_k":
         b_f = s_extra.slice(v % 2 * 16, 16, dim=1).load(weight)
-        b_low, b_high = gl.inline_asm_elementwise(asm, REGISTERS, [b_w, b_f], (gl.bfloat16, gl.bfloat16) if TYPE == gl.bfloat16 else (gl.float16, gl.float16), True, 4)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
     elif KIND == "six":
         b_f = s_extra.slice(v // 4 * 32 + v % 2 * 16, 16, dim=1).load(weight)
-        b_low, b_high = gl.inline_asm_elementwise(asm, REGISTERS, [b_w, b_f], (gl.bfloat16, gl.bfloat16) if TYPE == gl.bfloat16 else (gl.float16, gl.float16), True, 4)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
     else:
-        b_low, b_high = gl.inline_asm_elementwise(asm, REGISTERS, [b_w], (gl.bfloat16, gl.bfloat16) if TYPE == gl.bfloat16 else (gl.float16, gl.float16), True, 4)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
     return b_low, b_high
 
 
@@ -247,7 +281,14 @@ def _inputs(s_x, first: constexpr, layout: constexpr):
 @gluon_jit
 def _even_odd(b_words, TYPE: constexpr):
     """Return the first and the second inputs of words."""
-    return gl.inline_asm_elementwise(EVEN_ODD, "=r,=r,=r,=r,r,r,r,r", [b_words], (gl.bfloat16, gl.bfloat16) if TYPE == gl.bfloat16 else (gl.float16, gl.float16), True, 4)
+    return gl.inline_asm_elementwise(
+        EVEN_ODD,
+        "=r,=r,=r,=r,r,r,r,r",
+        [b_words],
+        (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+        True,
+        4,
+    )
 
 
 @gluon_jit
@@ -274,7 +315,9 @@ def _multiply_chunk(
             b_sum = zeros
             for part in gl.static_range(2):
                 b_w = s_codes.slice(32 * v + 16 * part, 16, dim=1).load(weight)
-                b_w = gl.inline_asm_elementwise(ASM[0], REGISTERS, [b_w], gl.bfloat16 if TYPE == gl.bfloat16 else gl.float16, True, 4)
+                b_w = gl.inline_asm_elementwise(
+                    ASM[0], REGISTERS, [b_w], gl.bfloat16 if gl.bfloat16 == TYPE else gl.float16, True, 4
+                )
                 b_sum = hopper.mma_v2(b_w, _inputs(s_x, 32 * v + 16 * part, rows), b_sum)
             b_y = _scaled(b_y, b_sum, b_sum, s_scales, s_offsets, v, HAS_OFFSET)
     elif HALF == 1 and GROUP == 16:
@@ -433,9 +476,7 @@ def packed_mma_kernel(
             turn = (i_chunk - first) % 2
             s_rows = s_x.index(slot)
             if HALF == 1:
-                s_rows = s_rows._reinterpret(
-                    gl.int32, [BLOCK_M, CHUNK // 2], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-                )
+                s_rows = s_rows._reinterpret(gl.int32, [BLOCK_M, CHUNK // 2], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
             s_bits = s_extra.index(slot)
             if KIND == "fifth_k" or KIND == "six":
                 s_bits = s_bits._reinterpret(
@@ -446,7 +487,16 @@ def packed_mma_kernel(
                 b_ones, KIND, HALF, GROUP, HAS_OFFSET, TYPE, ASM, REGISTERS,
             )  # fmt: skip
             _keep_scales(
-                b_s, b_c, b_d, b_dmin, s_scales.index(1 - turn), s_offsets.index(1 - turn), KEY, SECOND, BASE, HAS_OFFSET
+                b_s,
+                b_c,
+                b_d,
+                b_dmin,
+                s_scales.index(1 - turn),
+                s_offsets.index(1 - turn),
+                KEY,
+                SECOND,
+                BASE,
+                HAS_OFFSET,
             )
             slot = gl.where(slot == NUM_STAGES - 1, 0, slot + 1)
             free_slot = gl.where(free_slot == NUM_STAGES - 1, 0, free_slot + 1)
@@ -462,7 +512,7 @@ def packed_mma_kernel(
     if IS_SHARED:
         size = num_rows.to(gl.int64) * SIZE_N
         gl.store(p_partials + gl.program_id(2) * size + o_y, b_all, mask=m_y)
-        gl.barrier()
+        gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)  # Triton 3.6 has no name for it
         arrived = gl.atomic_add(p_arrived + gl.program_id(1), 1, sem="acq_rel")
         if arrived != NUM_SPLITS - 1:
             return
