@@ -16,7 +16,9 @@ def run_assembler(text: str, inputs: Sequence[np.ndarray], num_outputs: int) -> 
     shape = next(iter(registers.values())).shape
 
     def read(name: str) -> Register:
-        return registers[name] if name in registers else np.full(shape, int(name, 0), dtype=np.uint32)
+        return (
+            registers[name] if name in registers else np.full(shape, int(re.sub("^0f", "0x", name), 0), dtype=np.uint32)
+        )
 
     for line in text.strip().removeprefix("{").removesuffix("}").strip().split("\n"):
         name, out, *sources = re.findall(r"\{.*?\}|[\w.$]+", line)
@@ -47,6 +49,8 @@ def _result(name: str, sources: list[Register]) -> Register:
         return sources[0] >> sources[1]
     if name == "mad.lo.u32":
         return sources[0] * sources[1] + sources[2]
+    if name == "mul.lo.u32":
+        return sources[0] * sources[1]
     if name == "lop3.b32":
         return _by_table(sources[:3], int(sources[3].flat[0]))
     if name == "prmt.b32":
@@ -59,6 +63,10 @@ def _result(name: str, sources: list[Register]) -> Register:
     if name == "cvt.rn.f16x2.f32":
         high, low = (source.view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint32) for source in sources)
         return low | high << np.uint32(16)
+    if name == "sub.f32":
+        return (sources[0].view(np.float32) - sources[1].view(np.float32)).view(np.uint32)
+    if name in ("cvt.rn.bf16x2.f32", "fma.rn.bf16x2"):
+        return _in_bfloat16(name, sources)
     if name == "add.f32":
         return (sources[0].view(np.float32) + sources[1].view(np.float32)).view(np.uint32)
     if name == "cvt.rn.satfinite.e4m3x2.f32":
@@ -69,6 +77,21 @@ def _result(name: str, sources: list[Register]) -> Register:
     a, b, *c = (np.ascontiguousarray(source).view(np.float16).astype(np.float64) for source in sources)
     results = {"add.rn.f16x2": a + b, "mul.rn.f16x2": a * b, "fma.rn.f16x2": a * b + sum(c)}
     return results[name].astype(np.float16).view(np.uint32)
+
+
+def _in_bfloat16(name: str, sources: list[Register]) -> Register:
+    """Exact in float64, so each instruction rounds once."""
+    if name == "cvt.rn.bf16x2.f32":
+        high, low = (source.view(np.float32).astype(np.float64) for source in sources)
+        halves = [low, high]
+    else:
+        a, b, c = (
+            [(source >> np.uint32(shift) << np.uint32(16)).view(np.float32).astype(np.float64) for shift in (0, 16)]
+            for source in sources
+        )
+        halves = [a[i] * b[i] + c[i] for i in range(2)]
+    bits = [torch.from_numpy(half).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16) for half in halves]
+    return bits[0].astype(np.uint32) | bits[1].astype(np.uint32) << np.uint32(16)
 
 
 def _by_table(sources: list[Register], table: int) -> Register:

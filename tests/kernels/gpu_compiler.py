@@ -173,7 +173,7 @@ def _check_assembler(program: str) -> None:
         found = re.search(r"tensor<\w+, (#ttg\.dot_op<\{.*?\}>|#\w+)>", line)
         assert found is not None, f"no layout in {line}"
         layout = layouts.get(found[1], found[1])
-        operand = re.search(r"opIdx = 0, .*kWidth = (\d+)", layout)
+        operand = re.search(r"opIdx = [01], .*kWidth = (\d+)", layout)
         row = re.search(r"sizePerThread = \[(?:1, )+(\d+)\].*order = \[(?:2, )?1, 0\]", layout)
         neighbours = int((operand or row or [0, 1])[1])
         assert neighbours % 4 == 0, f"four bytes of {layout}"

@@ -4,16 +4,42 @@ A kernel that lands adds its families here. A start without `packed_weights` kee
 """
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec, aligned
+from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, tile_scheme
 
+DEQUANTIZED_FAMILIES = frozenset(
+    {
+        *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"),
+        *("block_mxfp4", "block_nvfp4", "int", "int8", "fp8", "nvfp4", "mxfp4"),
+    }
+)
+"""Families whose rows a kernel dequantizes on a GPU (kernels/gemm/packed_dequantize.py)."""
+
 PACKED_KERNELS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"int8", *(scheme.family for scheme in TILE_SCHEMES.values())}),
-    "cuda": frozenset({"int8", "mxfp4"}),
+    "cuda": DEQUANTIZED_FAMILIES,
 }
-"""Families of schemes with a kernel, by kind of device: int8 and mxfp4 have those of `quantization`."""
+"""Families of schemes with a kernel, by kind of device. Alone in a weight int8 and mxfp4 have those of `quantization`."""
+
+MMA_ROWS = 128
+"""Rows of a weight in a program of kernels/gemm/packed_mma.py."""
+MOST_SPLIT_ROWS = 64
+"""Most rows of a product whose parts along K run in programs of their own."""
+SPLIT_PROGRAMS = 396
+"""Programs that a product is split into, if it can be: three for each multiprocessor of an H200."""
+MOST_SPLITS, LEAST_SPLIT_COLUMNS = 8, 1024
+ARRIVED_BYTES = 16384
+"""Counters of split products, at the beginning of the lane; zero between products."""
+
+
+def packed_splits(num_rows: int, num_columns: int) -> int:
+    """Return the parts along K of a product: the shape of the weight decides."""
+    wanted = -(-SPLIT_PROGRAMS // -(-num_rows // MMA_ROWS))
+    return max(1, min(wanted, MOST_SPLITS, num_columns // LEAST_SPLIT_COLUMNS))
 
 
 def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
@@ -24,28 +50,66 @@ def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedSch
 
 def has_kernel(scheme: PackedScheme, device_kind: str) -> bool:
     """Return True if a kernel of the device takes the planes; else the reference dequantizes pieces of rows."""
-    return scheme.family in PACKED_KERNELS[device_kind]
+    return scheme.family in PACKED_KERNELS[device_kind] and not (device_kind == "cuda" and scheme.order_groups)
 
 
 PIECE_ELEMENTS: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**23}
 """Most elements of a piece of rows that the reference dequantizes, unless one row has more. It holds them in float32, and
 in half precision too if that is the type of activations: at most 48 MiB."""
+KERNEL_PIECE_ELEMENTS = 2**24
+"""Most elements of a piece that a kernel dequantizes, in the type of activations alone: at most 64 MiB."""
 LANE = "packed"
 """Lane of the workspace for such a piece."""
 
 
-def piece_rows(num_rows: int, num_columns: int, device_kind: str, row_group: int = 1) -> int:
+class PieceShape(NamedTuple):
+    """A packed part of which rows are dequantized."""
+
+    num_rows: int
+    """Of one matrix."""
+    num_columns: int
+    row_group: int = 1
+    """Rows that lie interleaved."""
+    has_kernel: bool = False
+    """A kernel of the device dequantizes them."""
+
+
+def piece_rows(
+    num_rows: int, num_columns: int, device_kind: str, row_group: int = 1, *, by_kernel: bool = False
+) -> int:
     """Return the rows of a piece: whole groups of rows that lie interleaved."""
-    return min(num_rows, max(1, PIECE_ELEMENTS[device_kind] // num_columns // row_group) * row_group)
+    most = KERNEL_PIECE_ELEMENTS if by_kernel else PIECE_ELEMENTS[device_kind]
+    return min(num_rows, max(1, most // num_columns // row_group) * row_group)
 
 
-def piece_specs(shapes: Iterable[tuple[int, int, int]], dtype: str, device_kind: str) -> tuple[TensorSpec, ...]:
-    """Return the tensors of the largest piece of these parts: values, and values rounded to half precision.
+def piece_specs(shapes: Iterable[PieceShape], dtype: str, device_kind: str) -> tuple[TensorSpec, ...]:
+    """Return the scratch of packed products.
 
-    A shape is rows, columns, and rows that lie interleaved.
+    On a CPU the largest piece of these parts: values, and values rounded to half precision. On a GPU counters of split
+    products, and memory that a piece or partial sums take in turn.
     """
-    sizes = [piece_rows(rows, columns, device_kind, group) * columns for rows, columns, group in shapes]
-    if not sizes:
+    shapes = tuple(shapes)
+    if not shapes:
         return ()
+    if device_kind != "cpu":
+        counters = TensorSpec("arrived", (ARRIVED_BYTES // 4,), "int32")
+        room = max(piece_bytes(shape, dtype, device_kind) for shape in shapes)
+        return counters, TensorSpec("pieces", (room,), "uint8")
+    sizes = [
+        piece_rows(shape.num_rows, shape.num_columns, device_kind, shape.row_group) * shape.num_columns
+        for shape in shapes
+    ]
     values = TensorSpec("values", (max(sizes),), "float32")
     return (values,) if dtype == "float32" else (values, TensorSpec("rounded", (max(sizes),), dtype))
+
+
+def piece_bytes(shape: PieceShape, dtype: str, device_kind: str) -> int:
+    """Return the bytes of a GPU's scratch after the counters: those of a piece, or of the partial sums of a split product."""
+    rows = piece_rows(shape.num_rows, shape.num_columns, device_kind, by_kernel=shape.has_kernel)
+    elements = rows * shape.num_columns
+    rounded = DTYPE_BYTES[dtype] * elements
+    splits = packed_splits(shape.num_rows, shape.num_columns)
+    partials = 4 * splits * MOST_SPLIT_ROWS * shape.num_rows if splits > 1 else 0
+    if shape.has_kernel:
+        return max(rounded, partials)
+    return aligned(4 * elements) + (0 if dtype == "float32" else rounded)

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
+from holdfast.kernels.packed_kernels import PieceShape, has_kernel
 from holdfast.memory.on_disk import OnDisk
 from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.declaration import Declaration
@@ -222,13 +223,14 @@ class DeclaredModel:
 
         return self.remembered(("packed", recipe), find)
 
-    def packed_shapes(self, recipe: WeightRecipe, mesh: Mesh = ALONE) -> tuple[tuple[int, int, int], ...]:
-        """Return the shapes of a rank's packed parts: rows and columns of one matrix, and rows that lie interleaved."""
+    def packed_shapes(self, recipe: WeightRecipe, mesh: Mesh = ALONE) -> tuple[PieceShape, ...]:
+        """Return the shapes of a rank's packed parts."""
 
-        def find() -> tuple[tuple[int, int, int], ...]:
+        def find() -> tuple[PieceShape, ...]:
+            device = recipe.packed.device_kind
             forms = [(weight, weight.form(self.checkpoint_dtype, recipe)) for weight in self.parameters(mesh)]
             shapes = {
-                (rows.num_rows, weight.shape[-1], rows.scheme.row_group)
+                PieceShape(rows.num_rows, weight.shape[-1], rows.scheme.row_group, has_kernel(rows.scheme, device))
                 for weight, form in forms
                 if form is not None
                 for rows in form.rows

@@ -49,6 +49,8 @@ class PackedWeight:
     """Bytes of the workspace for dequantized pieces of rows or quantized activations; None until the workspace exists."""
     activations: PackedActivations = "full"
     """Activations of products: as they are, or with 8 bits if the kernel takes that."""
+    is_invariant: bool = False
+    """On a GPU, products of any number of rows take the kernel that sums each row alike."""
 
     @property
     def titles(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from holdfast.families.grouped.key_bias import SplitBiases, key_bias_norms, spli
 from holdfast.families.grouped.sinks import copy_sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.latent.rotation import fold_rotation
-from holdfast.kernels.packed_kernels import LANE
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES, LANE
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
@@ -266,9 +266,11 @@ class Assembly:
 def in_room(weights: Weights, workspace: Workspace, plan: RunnerPlan) -> dict[str, AnyWeight]:
     """Return the weights with the workspace lane of packed products, and the type of their activations."""
     room_X, activations = workspace.lanes.get(LANE), plan.resolved.recipe.packed.activations
+    if room_X is not None and room_X.is_cuda:
+        room_X[:ARRIVED_BYTES].zero_()
+    own = {"room": room_X, "activations": activations, "is_invariant": plan.resolved.is_invariant}
     return {
-        name: replace(weight, room=room_X, activations=activations) if isinstance(weight, PackedWeight) else weight
-        for name, weight in weights.items()
+        name: replace(weight, **own) if isinstance(weight, PackedWeight) else weight for name, weight in weights.items()
     }
 
 

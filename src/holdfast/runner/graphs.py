@@ -32,6 +32,7 @@ from holdfast.kernels.gemm import (
     block_scaled_tiles,
     gemv,
     packed_gemv,
+    packed_mma,
     quantized_tiles,
     row_scaled_tiles,
 )
@@ -121,7 +122,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection),
-    *(block_scaled_gemv, block_scaled_tiles, gemv, packed_gemv, quantized_tiles, row_scaled_tiles),
+    *(block_scaled_gemv, block_scaled_tiles, gemv, packed_gemv, packed_mma, quantized_tiles, row_scaled_tiles),
     *(expert_sum, hyper_connections, add_rows),
 )
 """Launchers whose specialization follows from the row count alone, whether or not the model uses them."""

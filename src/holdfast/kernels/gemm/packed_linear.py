@@ -3,15 +3,18 @@
 T rows, K inputs, N outputs, R rows of a piece, V rows of a table
 
 This is the reference of all schemes, on any device. Values are rounded to the type of activations first, so a product
-equals that of the expanded weight. Kernels take a part (q, k, v; gate, up) as a whole.
+equals that of the expanded weight. Kernels take a part (q, k, v; gate, up) as a whole: C over tiles on a CPU; on a GPU
+kernels/gemm/packed_mma.py, or for many rows and other schemes a kernel that dequantizes pieces, and cuBLAS.
 """
 
 import torch
 from torch import Tensor
 
+from holdfast.kernels.gemm import packed_dequantize, packed_mma
 from holdfast.kernels.gemm.packed_block_linear import packed_block_linear, packed_block_rows
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.packed_kernels import piece_rows
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES, PieceShape, piece_bytes, piece_rows
+from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.packed_tiles import TILE_SCHEMES
 from holdfast.quant.packed_values import dequantize_rows, fill_rows
 from holdfast.quant.packed_weight import PackedPart, PackedWeight
@@ -24,6 +27,11 @@ def packed_linear(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out
     """Multiply [T, K] by one matrix of a packed weight into `out_TN`, in its type; `matrix` counts stacked experts."""
     if x_TK.shape[0] == 0:
         return out_TN
+    if can_run(x_TK):
+        for part in weight.parts:
+            rows = slice(part.row_start, part.row_start + part.num_rows)
+            _multiply_on_gpu(x_TK, part, matrix, None if bias_N is None else bias_N[rows], out_TN[:, rows], weight)
+        return out_TN
     x_TK = x_TK.float() if x_TK.is_cpu else x_TK
     for part in weight.parts:
         rows = slice(part.row_start, part.row_start + part.num_rows)
@@ -33,6 +41,41 @@ def packed_linear(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out
         else:
             _multiply_part(x_TK, part, matrix, bias, out_TN[:, rows], weight.room)
     return out_TN
+
+
+def _multiply_on_gpu(
+    x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, weight: PackedWeight
+) -> None:
+    """Multiply by a part of one matrix: in tiles, or by pieces that a kernel or the reference dequantizes."""
+    num_rows, num_columns = part.shape[-2:]
+    if part.scheme.family == "plain":
+        values_XK = part.plane("values").view(-1, num_columns)
+        return _multiply_piece(x_TK, values_XK[matrix * num_rows : (matrix + 1) * num_rows], bias_N, out_TN)
+    by_kernel = packed_dequantize.takes(part.scheme)
+    room = weight.room if weight.room is not None else own_room(part, x_TK)
+    if packed_mma.takes(x_TK, part.scheme, weight.is_invariant):
+        packed_mma.packed_mma(x_TK, part, bias_N, out_TN, room, matrix)
+        return None
+    pieces, step = room[ARRIVED_BYTES:], piece_rows(num_rows, num_columns, "cuda", by_kernel=by_kernel)
+    for start in range(0, num_rows, step):
+        end = min(start + step, num_rows)
+        if by_kernel:
+            size = (end - start) * num_columns * x_TK.element_size()
+            weight_RK = pieces[:size].view(x_TK.dtype).view(end - start, num_columns)
+            packed_dequantize.dequantize_piece(part, matrix, (start, end), weight_RK)
+        else:
+            weight_RK = _rounded(part, matrix, (start, end), pieces, x_TK.dtype)
+        _multiply_piece(x_TK, weight_RK, None if bias_N is None else bias_N[start:end], out_TN[:, start:end])
+    return None
+
+
+def own_room(part: PackedPart, x_TK: Tensor) -> Tensor:
+    """Return scratch for a product outside of an engine."""
+    dtype = str(x_TK.dtype).removeprefix("torch.")
+    shape = PieceShape(*part.shape[-2:], has_kernel=packed_dequantize.takes(part.scheme))
+    room = torch.empty(ARRIVED_BYTES + piece_bytes(shape, dtype, "cuda"), dtype=torch.uint8, device=x_TK.device)
+    room[:ARRIVED_BYTES].zero_()
+    return room
 
 
 def _multiply_tiles(
@@ -88,12 +131,13 @@ def _multiply_piece(x_TK: Tensor, weight_RK: Tensor, bias_R: Tensor | None, out_
             library.holdfast_linear(*pointers, len(x_TK), *weight_RK.shape)
         out_TR.copy_(y_TR)
     elif out_TR.dtype != x_TK.dtype:
-        y_TR = torch.mm(x_TK, weight_RK.t(), out_dtype=out_TR.dtype)
-        out_TR.copy_(y_TR if bias_R is None else y_TR.add_(bias_R))
+        torch.mm(x_TK, weight_RK.t(), out_dtype=out_TR.dtype, out=out_TR)
+        if bias_R is not None:
+            out_TR.add_(bias_R)
     elif bias_R is None:
-        out_TR.copy_(torch.mm(x_TK, weight_RK.t()))
+        torch.mm(x_TK, weight_RK.t(), out=out_TR)
     else:
-        out_TR.copy_(torch.addmm(bias_R, x_TK, weight_RK.t()))
+        torch.addmm(bias_R, x_TK, weight_RK.t(), out=out_TR)
 
 
 def lookup_packed(ids_T: Tensor, table: PackedWeight, out_TK: Tensor) -> Tensor:
@@ -104,6 +148,8 @@ def lookup_packed(ids_T: Tensor, table: PackedWeight, out_TK: Tensor) -> Tensor:
         if out_TK.dtype == torch.float32:
             return packed_block_rows(ids_T, part.planes[0], part.scheme, out_TK)
         return out_TK.copy_(packed_block_rows(ids_T, part.planes[0], part.scheme, torch.empty(out_TK.shape)))
+    if can_run(ids_T) and packed_dequantize.takes(part.scheme):
+        return packed_dequantize.dequantize_ids(ids_T, part, out_TK)
     step = max(1, LOOKED_UP_ELEMENTS // num_columns)
     for start in range(0, len(ids_T), step):
         ids = ids_T[start : start + step]

@@ -1,0 +1,526 @@
+"""Products by packed weights of few to some hundred rows: tensor-core tiles over planes as stored, in Gluon.
+
+M rows of a block, N outputs, K inputs, C columns of a chunk, G groups of a chunk that share a scale
+
+The weight is the first operand of mma.sync. Its bytes go to shared memory as they are, each once, several chunks ahead.
+Codes become exact integers in half precision (kernels/gemm/packed_codes.py). Columns of a product share a scale, so
+scales multiply float32 sums, and minima multiply the sums of inputs, which another product adds. So nothing is rounded
+but the sums. The scales of the next chunk are computed by one thread a row while tensor cores work.
+
+The shape of a weight decides how K is split, and every part is summed alike at any number of rows: up to MOST_SPLIT_ROWS
+rows programs share the parts, and the last one adds them in order; with more rows each program adds all parts. So
+results are batch invariant.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.fp8 import e4m3_value
+from holdfast.kernels.gemm.packed_codes import (
+    CHUNK_COLUMNS,
+    CODE_ROWS,
+    EVEN_ODD_ASM,
+    code_base,
+    code_key,
+    decode_registers,
+    decode_texts,
+)
+from holdfast.kernels.gemm.packed_dequantize import named_planes
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES, MMA_ROWS, MOST_SPLIT_ROWS, packed_splits
+from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
+from holdfast.quant.packed_schemes import PackedScheme
+from holdfast.quant.packed_weight import PackedPart
+
+# Kernels bind a name and read it under the same constexpr condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+MOST_ROWS = 512
+"""Above, a dequantized piece and cuBLAS take less time."""
+CHUNK = kernel_constant(CHUNK_COLUMNS)
+EVEN_ODD = kernel_constant(EVEN_ODD_ASM)
+WAIT = kernel_constant("griddepcontrol.wait; // $0")
+MEET = kernel_constant("bar.sync 0; // $0")
+LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
+
+
+class MmaForm(NamedTuple):
+    """Rows of a block, and chunks in flight."""
+
+    block_m: int
+    num_stages: int
+
+
+def row_form(num_rows: int) -> tuple[int, bool, bool]:
+    """Return the rows of a block, if parts are shared, and if the rows are few: the specialization for the number of rows."""
+    return block_rows(num_rows), num_rows <= MOST_SPLIT_ROWS, num_rows <= MOST_ROWS
+
+
+def block_rows(num_rows: int) -> int:
+    return next((rows for rows in (8, 16, 32) if num_rows <= rows), 64)
+
+
+def mma_form(num_rows: int, chunk_bytes: int) -> MmaForm:
+    """Return the launch: as many stages as let three programs of few rows, or two of many, share a multiprocessor."""
+    block_m = block_rows(num_rows)
+    stage = MMA_ROWS * chunk_bytes + 2 * CHUNK_COLUMNS * block_m
+    room = (72 if block_m <= 16 else 108) * 1024
+    return MmaForm(block_m, max(2, min(4, room // stage)))
+
+
+def takes_scheme(scheme: PackedScheme, size_k: int) -> bool:
+    """Return True if the tiles decode a scheme and rows of this width."""
+    key = code_key(scheme)
+    if key is None:
+        return False
+    unit = 256 if scheme.unit_columns == 256 else 64 if key == "nvfp4" else 32
+    return size_k % unit == 0
+
+
+def takes(x_TK: Tensor, scheme: PackedScheme, is_invariant: bool = False) -> bool:
+    """Return True if these tiles take the rows, on a GPU with mma.sync of bfloat16 and cp.async.
+
+    If `is_invariant`, they take any number of rows.
+    """
+    return (
+        gl is not None
+        and x_TK.is_cuda
+        and x_TK.dtype in (torch.bfloat16, torch.float16)
+        and (is_invariant or x_TK.shape[0] <= MOST_ROWS)
+        and x_TK.stride(0) % 16 == 0
+        and takes_scheme(scheme, x_TK.shape[1])
+        and torch.cuda.get_device_capability(x_TK.device)[0] >= 8
+    )
+
+
+def packed_mma(
+    x_TK: Tensor, part: PackedPart, bias_N: Tensor | None, out_TN: Tensor, room_X: Tensor, matrix: int = 0
+) -> Tensor:
+    """Multiply rows by one matrix of a part, plus a bias, into `out_TN`, in its type. `room_X` begins with zeroed counters."""
+    (num_rows, size_k), size_n, scheme = x_TK.shape, part.num_rows, part.scheme
+    key = code_key(scheme)
+    assert key is not None, f"{scheme.title} has no row of codes"
+    row, planes = CODE_ROWS[key], named_planes(part)
+    codes = planes["codes"]
+    per_byte = scheme.plane("codes").columns
+    chunk_bytes = CHUNK_COLUMNS // per_byte + row.extra_bytes
+    form = mma_form(num_rows, chunk_bytes)
+    splits = packed_splits(size_n, size_k)
+    num_blocks, num_row_blocks = -(-size_n // MMA_ROWS), -(-num_rows // form.block_m)
+    is_shared = splits > 1 and num_rows <= MOST_SPLIT_ROWS
+    if is_shared:
+        needed = ARRIVED_BYTES + 4 * splits * num_rows * size_n
+        assert needed <= room_X.numel(), f"{room_X.numel()} bytes of scratch for {needed}"
+        assert 4 * num_blocks <= ARRIVED_BYTES, f"{num_blocks} counters"
+    arrived, partials = room_X[:ARRIVED_BYTES].view(torch.int32), room_X[ARRIVED_BYTES:].view(torch.float32)
+    scales = planes["scales"]
+    packed_mma_kernel[(num_row_blocks, num_blocks, splits if is_shared else 1)](
+        x_TK, codes.view(torch.uint8), (planes[row.extra] if row.extra else codes).view(torch.int32),
+        scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales,
+        *(planes.get(name, scales) for name in ("mins", "zeros", "d", "dmin", "second")),
+        out_TN if bias_N is None else bias_N, out_TN, partials, arrived,
+        num_rows, x_TK.stride(0), out_TN.stride(0), matrix * size_n, 1 if is_shared else splits,
+        KEY=key, KIND=row.kind, ASM=decode_texts(key, x_TK.dtype == torch.bfloat16), REGISTERS=decode_registers(row.kind),
+         BASE=code_base(key, x_TK.dtype == torch.bfloat16), HAS_OFFSET=row.has_offset,
+        EXTRA=row.extra_bytes, CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_N=size_n, SIZE_K=size_k, GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0,
+        SECOND=scheme.second, HAS_BIAS=bias_N is not None, NUM_SPLITS=splits, IS_SHARED=is_shared,
+        BLOCK_M=form.block_m, BLOCK_N=MMA_ROWS, NUM_STAGES=form.num_stages, num_warps=4, **pdl_flags(x_TK),
+    )  # fmt: skip
+    return out_TN
+
+
+@gluon_jit
+def _raw_scales(
+    p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_rows, i_chunk, layout: constexpr, NUM_SCALES: constexpr,
+    KEY: constexpr, SIZE_K: constexpr, GROUP: constexpr,
+):  # fmt: skip
+    """Load what the scales of a chunk are made of, [G, N] each; zeros after the last column."""
+    STEP: constexpr = CHUNK // NUM_SCALES
+    NUM_GROUPS: constexpr = (SIZE_K + GROUP - 1) // GROUP
+    NUM_BLOCKS: constexpr = SIZE_K // CHUNK
+    o_k = i_chunk * CHUNK + gl.arange(0, NUM_SCALES, gl.SliceLayout(1, layout))[:, None] * STEP
+    m_g = o_k < SIZE_K
+    b_rows = b_rows[None, :]
+    o_g = b_rows * NUM_GROUPS + o_k // GROUP
+    b_scales = gl.load(p_scales + o_g, mask=m_g, other=0)
+    b_mins = b_scales
+    b_d = b_scales
+    b_dmin = b_scales
+    if KEY == "q4_1" or KEY == "q5_1" or KEY == "q4_k" or KEY == "q5_k":
+        b_mins = gl.load(p_mins + o_g, mask=m_g, other=0)
+    if KEY == "int4_zeros":
+        b_mins = gl.load(p_zeros + o_g, mask=m_g, other=0)
+    if KEY == "q4_k" or KEY == "q5_k" or KEY == "q6_k" or KEY == "iq4_xs":
+        b_d = gl.load(p_d + b_rows * NUM_BLOCKS + i_chunk, mask=i_chunk < NUM_BLOCKS, other=0.0)
+    if KEY == "q4_k" or KEY == "q5_k":
+        b_dmin = gl.load(p_dmin + b_rows * NUM_BLOCKS + i_chunk, mask=i_chunk < NUM_BLOCKS, other=0.0)
+    if KEY == "nvfp4":
+        b_d = gl.load(p_second + b_rows)
+    return b_scales, b_mins, b_d, b_dmin
+
+
+@gluon_jit
+def _keep_scales(
+    b_scales, b_mins, b_d, b_dmin, s_scales, s_offsets, KEY: constexpr, SECOND: constexpr, BASE: constexpr,
+    HAS_OFFSET: constexpr,
+):  # fmt: skip
+    """Store to shared memory, by group, the float32 factors of sums of codes, and of sums of inputs."""
+    if KEY == "block_mxfp4":
+        b_byte = b_scales.to(gl.int32)
+        # Half of a power of two, for doubled numbers: two of them are subnormal.
+        b_small = gl.where(b_byte == 0, 0x200000, 0x400000)
+        b_s = gl.where(b_byte < 2, b_small, (b_byte - 1) << 23).to(gl.float32, bitcast=True)
+    elif KEY == "nvfp4":
+        b_s = e4m3_value(b_scales.to(gl.int32))
+        if SECOND == "scales_over":
+            b_s = b_s / b_d * 0.5
+        else:
+            b_s = b_s * b_d * 0.5
+    else:
+        b_s = b_scales.to(gl.float32)
+        if KEY == "q4_k" or KEY == "q5_k" or KEY == "q6_k" or KEY == "iq4_xs":
+            b_s *= b_d.to(gl.float32)
+    s_scales.store(b_s)
+    if HAS_OFFSET:
+        if KEY == "q4_1" or KEY == "q5_1":
+            b_c = b_mins.to(gl.float32) - BASE * b_s
+        elif KEY == "q4_k" or KEY == "q5_k":
+            b_c = -(b_mins.to(gl.float32) * b_dmin.to(gl.float32)) - BASE * b_s
+        else:
+            b_c = -(b_mins.to(gl.float32) + BASE) * b_s
+        s_offsets.store(b_c)
+
+
+@gluon_jit
+def _begin_chunk(
+    p_codes, p_extra, b_codes_rows, b_extra_rows, s_codes, s_extra, i_chunk, KIND: constexpr, SIZE_K: constexpr,
+    CODE_BYTES: constexpr, EXTRA: constexpr,
+):  # fmt: skip
+    """Start to copy a chunk's codes to shared memory: zeros after the last column."""
+    codes: constexpr = gl.BlockedLayout([1, 16], [4 * 128 // CODE_BYTES, CODE_BYTES // 16], [gl.num_warps(), 1], [1, 0])
+    PER_BYTE: constexpr = CHUNK // CODE_BYTES
+    o_b = i_chunk * CODE_BYTES + gl.arange(0, CODE_BYTES, gl.SliceLayout(0, codes))[None, :]
+    p_c = p_codes + b_codes_rows[:, None] * (SIZE_K // PER_BYTE) + o_b
+    hopper.async_copy.async_copy_global_to_shared(s_codes, p_c, mask=o_b < SIZE_K // PER_BYTE)
+    if EXTRA > 0:
+        # Words: a row of fifth bits may begin at any of them.
+        extra: constexpr = gl.BlockedLayout([1, 4], [32 * 16 // EXTRA, EXTRA // 16], [gl.num_warps(), 1], [1, 0])
+        WORDS: constexpr = SIZE_K * EXTRA // (4 * CHUNK)
+        o_w = i_chunk * (EXTRA // 4) + gl.arange(0, EXTRA // 4, gl.SliceLayout(0, extra))[None, :]
+        p_e = p_extra + b_extra_rows[:, None] * WORDS + o_w
+        hopper.async_copy.async_copy_global_to_shared(s_extra, p_e, mask=o_w < WORDS)
+
+
+@gluon_jit
+def _begin_rows(p_x, b_rows, m_rows, s_x, i_chunk, SIZE_K: constexpr):
+    """Start to copy a chunk of a block's inputs: zeros for padding and after the last column."""
+    rows: constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    o_k = i_chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, rows))[None, :]
+    m_x = m_rows[:, None] & (o_k < SIZE_K)
+    hopper.async_copy.async_copy_global_to_shared(s_x, p_x + b_rows[:, None] + o_k, mask=m_x)
+
+
+@gluon_jit
+def _decode(
+    b_w, s_extra, o_offset, v: constexpr, KIND: constexpr, TYPE: constexpr, ASM: constexpr, REGISTERS: constexpr
+):
+    """Decode sixteen bytes of each row: two operands of exact integers."""
+    asm: constexpr = ASM[v]
+    weight: constexpr = b_w.type.layout
+    if KIND == "fifth":
+        b_f = s_extra.slice(v, 1, dim=1).load(weight)
+        b_f, _ = gl.broadcast(b_f, o_offset)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f, o_offset],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
+    elif KIND == "fifth_k":
+        b_f = s_extra.slice(v % 2 * 16, 16, dim=1).load(weight)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
+    elif KIND == "six":
+        b_f = s_extra.slice(v // 4 * 32 + v % 2 * 16, 16, dim=1).load(weight)
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w, b_f],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
+    else:
+        b_low, b_high = gl.inline_asm_elementwise(
+            asm,
+            REGISTERS,
+            [b_w],
+            (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+            True,
+            4,
+        )
+    return b_low, b_high
+
+
+@gluon_jit
+def _inputs(s_x, first: constexpr, layout: constexpr):
+    """Load sixteen neighbouring inputs of all rows: [16, M]."""
+    return s_x.slice(first, 16, dim=1).permute((1, 0)).load(layout)
+
+
+@gluon_jit
+def _even_odd(b_words, TYPE: constexpr):
+    """Return the first and the second inputs of words."""
+    return gl.inline_asm_elementwise(
+        EVEN_ODD,
+        "=r,=r,=r,=r,r,r,r,r",
+        [b_words],
+        (gl.bfloat16, gl.bfloat16) if gl.bfloat16 == TYPE else (gl.float16, gl.float16),
+        True,
+        4,
+    )
+
+
+@gluon_jit
+def _scaled(b_y, b_sum, b_inputs, s_scales, s_offsets, group: constexpr, HAS_OFFSET: constexpr):
+    """Add the sums of a group, times its factors."""
+    b_y += b_sum * s_scales.slice(group, 1, dim=0).permute((1, 0)).load(b_y.type.layout)
+    if HAS_OFFSET:
+        b_y += b_inputs * s_offsets.slice(group, 1, dim=0).permute((1, 0)).load(b_y.type.layout)
+    return b_y
+
+
+@gluon_jit
+def _multiply_chunk(
+    b_y, s_codes, s_extra, s_x, s_scales, s_offsets, o_offset, b_ones, KIND: constexpr, HALF: constexpr,
+    GROUP: constexpr, HAS_OFFSET: constexpr, TYPE: constexpr, ASM: constexpr, REGISTERS: constexpr,
+):  # fmt: skip
+    """Add the products of a chunk. Each group of columns has sums of its own, which meet its factors once."""
+    mma: constexpr = b_y.type.layout
+    weight: constexpr = gl.DotOperandLayout(0, mma, 4)
+    rows: constexpr = gl.DotOperandLayout(1, mma, 4)
+    zeros = gl.zeros_like(b_y)
+    if KIND == "bytes":
+        for v in gl.static_range(8):
+            b_sum = zeros
+            for part in gl.static_range(2):
+                b_w = s_codes.slice(32 * v + 16 * part, 16, dim=1).load(weight)
+                b_w = gl.inline_asm_elementwise(
+                    ASM[0], REGISTERS, [b_w], gl.bfloat16 if gl.bfloat16 == TYPE else gl.float16, True, 4
+                )
+                b_sum = hopper.mma_v2(b_w, _inputs(s_x, 32 * v + 16 * part, rows), b_sum)
+            b_y = _scaled(b_y, b_sum, b_sum, s_scales, s_offsets, v, HAS_OFFSET)
+    elif HALF == 1 and GROUP == 16:
+        # A product has the columns of two groups: inputs of one are zeros.
+        o_k = gl.arange(0, 16, gl.SliceLayout(1, rows))[:, None]
+        for v in gl.static_range(8):
+            b_w = s_codes.slice(16 * v, 16, dim=1).load(weight)
+            b_low, b_high = _decode(b_w, s_extra, o_offset, v, KIND, TYPE, ASM, REGISTERS)
+            b_words = s_x.slice(16 * v, 16, dim=1).permute((1, 0)).load(rows)
+            for part in gl.static_range(2):
+                b_even, b_odd = _even_odd(gl.where(o_k // 8 == part, b_words, 0), TYPE)
+                b_sum = hopper.mma_v2(b_low, b_even, zeros)
+                b_sum = hopper.mma_v2(b_high, b_odd, b_sum)
+                b_y = _scaled(b_y, b_sum, b_sum, s_scales, s_offsets, 2 * v + part, HAS_OFFSET)
+    elif HALF == 1 or HALF == 16:
+        SLICES: constexpr = GROUP // 32 if GROUP < CHUNK else 8
+        b_sum = zeros
+        b_inputs = zeros
+        for v in gl.static_range(8):
+            if v % SLICES == 0:
+                b_sum = zeros
+                b_inputs = zeros
+            b_w = s_codes.slice(16 * v, 16, dim=1).load(weight)
+            b_low, b_high = _decode(b_w, s_extra, o_offset, v, KIND, TYPE, ASM, REGISTERS)
+            if HALF == 1:
+                b_words = s_x.slice(16 * v, 16, dim=1).permute((1, 0)).load(rows)
+                b_first, b_second = _even_odd(b_words, TYPE)
+            else:
+                b_first = _inputs(s_x, 32 * v, rows)
+                b_second = _inputs(s_x, 32 * v + 16, rows)
+            b_sum = hopper.mma_v2(b_low, b_first, b_sum)
+            b_sum = hopper.mma_v2(b_high, b_second, b_sum)
+            if HAS_OFFSET:
+                b_inputs = hopper.mma_v2(b_ones, b_first, b_inputs)
+                b_inputs = hopper.mma_v2(b_ones, b_second, b_inputs)
+            if v % SLICES == SLICES - 1:
+                b_y = _scaled(b_y, b_sum, b_inputs, s_scales, s_offsets, v // SLICES, HAS_OFFSET)
+    elif HALF == 32:
+        for i in gl.static_range(4):
+            b_low_sum = zeros
+            b_high_sum = zeros
+            b_low_inputs = zeros
+            b_high_inputs = zeros
+            for part in gl.static_range(2):
+                b_w = s_codes.slice(32 * i + 16 * part, 16, dim=1).load(weight)
+                b_low, b_high = _decode(b_w, s_extra, o_offset, 2 * i + part, KIND, TYPE, ASM, REGISTERS)
+                b_first = _inputs(s_x, 64 * i + 16 * part, rows)
+                b_second = _inputs(s_x, 64 * i + 32 + 16 * part, rows)
+                b_low_sum = hopper.mma_v2(b_low, b_first, b_low_sum)
+                b_high_sum = hopper.mma_v2(b_high, b_second, b_high_sum)
+                if HAS_OFFSET:
+                    b_low_inputs = hopper.mma_v2(b_ones, b_first, b_low_inputs)
+                    b_high_inputs = hopper.mma_v2(b_ones, b_second, b_high_inputs)
+            b_y = _scaled(b_y, b_low_sum, b_low_inputs, s_scales, s_offsets, 2 * i, HAS_OFFSET)
+            b_y = _scaled(b_y, b_high_sum, b_high_inputs, s_scales, s_offsets, 2 * i + 1, HAS_OFFSET)
+    else:
+        gl.static_assert(HALF == 64 and GROUP == 16)
+        for v in gl.static_range(8):
+            b_w = s_codes.slice(16 * v, 16, dim=1).load(weight)
+            b_low, b_high = _decode(b_w, s_extra, o_offset, v, KIND, TYPE, ASM, REGISTERS)
+            b_sum = hopper.mma_v2(b_low, _inputs(s_x, v // 4 * 128 + v % 4 * 16, rows), zeros)
+            b_y = _scaled(b_y, b_sum, b_sum, s_scales, s_offsets, v // 4 * 8 + v % 4, HAS_OFFSET)
+            b_sum = hopper.mma_v2(b_high, _inputs(s_x, v // 4 * 128 + 64 + v % 4 * 16, rows), zeros)
+            b_y = _scaled(b_y, b_sum, b_sum, s_scales, s_offsets, v // 4 * 8 + 4 + v % 4, HAS_OFFSET)
+    return b_y
+
+
+@gluon_jit_counting("num_rows", "first_row", "num_parts")
+def packed_mma_kernel(
+    p_x, p_codes, p_extra, p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, p_bias, p_out, p_partials, p_arrived,
+    num_rows, x_stride, out_stride, first_row, num_parts,
+    KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_N: constexpr, SIZE_K: constexpr,
+    GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr, CODE_BYTES: constexpr,
+    HAS_BIAS: constexpr, NUM_SPLITS: constexpr, IS_SHARED: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    NUM_STAGES: constexpr, PDL: constexpr,
+):  # fmt: skip
+    TYPE: constexpr = p_x.dtype.element_ty
+    NUM_WARPS: constexpr = gl.num_warps()
+    mma: constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
+    weight: constexpr = gl.DotOperandLayout(0, mma, 4)
+    copied: constexpr = gl.BlockedLayout([1, 16], [4 * 128 // CODE_BYTES, CODE_BYTES // 16], [NUM_WARPS, 1], [1, 0])
+    copied_rows: constexpr = gl.BlockedLayout([1, 8], [1, 32], [NUM_WARPS, 1], [1, 0])
+    STEP: constexpr = GROUP if GROUP < CHUNK else CHUNK
+    NUM_SCALES: constexpr = CHUNK // STEP
+    scaled: constexpr = gl.BlockedLayout([NUM_SCALES, 1], [1, 32], [1, NUM_WARPS], [0, 1])
+    NUM_CHUNKS: constexpr = (SIZE_K + CHUNK - 1) // CHUNK
+    PART_CHUNKS: constexpr = (NUM_CHUNKS + NUM_SPLITS - 1) // NUM_SPLITS
+    i_m = gl.program_id(0) * BLOCK_M
+    i_n = gl.program_id(1) * BLOCK_N
+    base_row = first_row.to(gl.int64)
+    # Rows after the last output read the last again.
+    b_copied = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), SIZE_N - 1)
+    b_scaled = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scaled)), SIZE_N - 1)
+    b_extra = b_copied
+    if EXTRA > 0:
+        extra: constexpr = gl.BlockedLayout([1, 4], [32 * 16 // EXTRA, EXTRA // 16], [NUM_WARPS, 1], [1, 0])
+        b_extra = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, extra)), SIZE_N - 1)
+    o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied_rows))
+    m_rows = o_m < num_rows
+    b_rows = gl.minimum(o_m, num_rows - 1).to(gl.int64) * x_stride
+    s_codes = gl.allocate_shared_memory(
+        gl.uint8, [NUM_STAGES, BLOCK_N, CODE_BYTES], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    )
+    # Neighbours are read as words, by 64 bytes of a row.
+    s_x = gl.allocate_shared_memory(
+        TYPE, [NUM_STAGES, BLOCK_M, CHUNK], gl.SwizzledSharedLayout(32 if HALF == 1 else 16, 1, 8, [1, 0])
+    )
+    s_scales = gl.allocate_shared_memory(gl.float32, [2, NUM_SCALES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    s_offsets = s_scales
+    if HAS_OFFSET:
+        s_offsets = gl.allocate_shared_memory(
+            gl.float32, [2, NUM_SCALES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+    s_extra = s_codes
+    if EXTRA > 0:
+        s_extra = gl.allocate_shared_memory(
+            gl.int32, [NUM_STAGES, BLOCK_N, EXTRA // 4], gl.SwizzledSharedLayout(4, 128 // EXTRA, EXTRA // 16, [1, 0])
+        )
+    o_offset = gl.arange(0, 16, gl.SliceLayout(0, weight)) // 4 * 4
+    b_ones = gl.full([BLOCK_N, 16], 1.0, TYPE, weight)
+    b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
+    for i_part in range(num_parts):
+        first = (gl.program_id(2) + i_part) * PART_CHUNKS
+        last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
+        for i in gl.static_range(NUM_STAGES - 1):
+            _begin_chunk(
+                p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i,
+                KIND, SIZE_K, CODE_BYTES, EXTRA,
+            )  # fmt: skip
+        b_s, b_c, b_d, b_dmin = _raw_scales(
+            p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
+        )
+        if PDL:
+            # Weights are constants, so their first chunks may come before.
+            gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+        for i in gl.static_range(NUM_STAGES - 1):
+            _begin_rows(p_x, b_rows, m_rows, s_x.index(i), first + i, SIZE_K)
+            hopper.async_copy.commit_group()
+        _keep_scales(b_s, b_c, b_d, b_dmin, s_scales.index(0), s_offsets.index(0), KEY, SECOND, BASE, HAS_OFFSET)
+        b_y = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
+        slot = 0
+        free_slot = NUM_STAGES - 1
+        for i_chunk in range(first, last):
+            hopper.async_copy.wait_group(NUM_STAGES - 2)
+            i_next = i_chunk + NUM_STAGES - 1
+            _begin_chunk(
+                p_codes, p_extra, b_copied, b_extra, s_codes.index(free_slot), s_extra.index(free_slot), i_next,
+                KIND, SIZE_K, CODE_BYTES, EXTRA,
+            )  # fmt: skip
+            _begin_rows(p_x, b_rows, m_rows, s_x.index(free_slot), i_next, SIZE_K)
+            hopper.async_copy.commit_group()
+            b_s, b_c, b_d, b_dmin = _raw_scales(
+                p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, i_chunk + 1, scaled, NUM_SCALES, KEY,
+                SIZE_K, GROUP,
+            )  # fmt: skip
+            turn = (i_chunk - first) % 2
+            s_rows = s_x.index(slot)
+            if HALF == 1:
+                s_rows = s_rows._reinterpret(gl.int32, [BLOCK_M, CHUNK // 2], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+            s_bits = s_extra.index(slot)
+            if KIND == "fifth_k" or KIND == "six":
+                s_bits = s_bits._reinterpret(
+                    gl.uint8, [BLOCK_N, EXTRA], gl.SwizzledSharedLayout(16, 128 // EXTRA, EXTRA // 16, [1, 0])
+                )
+            b_y = _multiply_chunk(
+                b_y, s_codes.index(slot), s_bits, s_rows, s_scales.index(turn), s_offsets.index(turn), o_offset[None, :],
+                b_ones, KIND, HALF, GROUP, HAS_OFFSET, TYPE, ASM, REGISTERS,
+            )  # fmt: skip
+            _keep_scales(
+                b_s,
+                b_c,
+                b_d,
+                b_dmin,
+                s_scales.index(1 - turn),
+                s_offsets.index(1 - turn),
+                KEY,
+                SECOND,
+                BASE,
+                HAS_OFFSET,
+            )
+            slot = gl.where(slot == NUM_STAGES - 1, 0, slot + 1)
+            free_slot = gl.where(free_slot == NUM_STAGES - 1, 0, free_slot + 1)
+        hopper.async_copy.wait_group(0)
+        b_all += b_y
+    if PDL:
+        # Release late: programs of the next kernel would take occupancy from this one.
+        gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
+    o_n = i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
+    o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+    m_y = (o_n < SIZE_N)[:, None] & (o_m < num_rows)[None, :]
+    o_y = o_m.to(gl.int64)[None, :] * SIZE_N + o_n[:, None]
+    if IS_SHARED:
+        size = num_rows.to(gl.int64) * SIZE_N
+        gl.store(p_partials + gl.program_id(2) * size + o_y, b_all, mask=m_y)
+        gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)  # Triton 3.6 has no name for it
+        arrived = gl.atomic_add(p_arrived + gl.program_id(1), 1, sem="acq_rel")
+        if arrived != NUM_SPLITS - 1:
+            return
+        gl.store(p_arrived + gl.program_id(1), 0)
+        b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
+        for i in gl.static_range(NUM_SPLITS):
+            b_all += gl.load(p_partials + i * size + o_y, mask=m_y, other=0.0, cache_modifier=".cg")
+    if HAS_BIAS:
+        b_all += gl.load(p_bias + gl.minimum(o_n, SIZE_N - 1)).to(gl.float32)[:, None]
+    o_y = o_m.to(gl.int64)[None, :] * out_stride + o_n[:, None]
+    gl.store(p_out + o_y, b_all.to(p_out.dtype.element_ty), mask=m_y)
