@@ -50,9 +50,9 @@ class GroupedAttentionLayer:
         self.qkv = qkv
         self.o = o
         self._layer = layer
-        self._head_norm = head_norm
-        self._rotary = rotary
-        self._backend = backend
+        self.head_norm = head_norm
+        self.rotary = rotary
+        self.backend = backend
 
     def __call__(
         self,
@@ -89,10 +89,10 @@ class GroupedAttentionLayer:
 
     def attend(self, batch: Batch, plan: StepPlan, buffers: GroupedBuffers, wanted_only: bool = False) -> torch.Tensor:
         """Run what lies between the two products: `qkv_TX` to `attended_TX`."""
-        self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
+        self.backend.write(buffers.qkv_TX, batch, self.head_norm, self.rotary, self._layer, buffers.q_THD)
         attended_TX = self.o.room_for_inputs(buffers.attended_TX)
         step = LayerStep(self._layer, plan, buffers.scratch)
-        return self._backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
+        return self.backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
 
 
 def build_layer(
