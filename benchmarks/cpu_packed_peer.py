@@ -1,4 +1,4 @@
-"""llama.cpp's side of benchmarks/cpu_packed.py: a process with llama-cpp-python that times products and models on request.
+"""llama.cpp's side of benchmarks/cpu_peers.py: a process with llama-cpp-python that times products and models on request.
 
 It reads one JSON object a line and answers with one. It imports nothing of Holdfast, so any Python with llama_cpp runs it.
 """

@@ -251,7 +251,7 @@ def test_tensors_of_finds_each_tensor_by_shortest_path() -> None:
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
         ("sampler.argmax_S", "sampling"),
-        ("model.layers[0].attention._rotary.cos_TP", "rope"),
+        ("model.layers[0].attention.rotary.cos_TP", "rope"),
         ("model._rope.rows.frequency_SP", "rope"),
         ("model.layers[0].attention.qkv.weight_NK", "weights"),
         ("_invented", "other"),

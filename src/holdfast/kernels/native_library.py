@@ -39,6 +39,8 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_packed_linear_full": [_POINTER] * 4 + [_LONG] * 5,
     "holdfast_packed_rows": [_POINTER] * 3 + [_LONG] * 3,
     "holdfast_interleave": [_POINTER] * 2 + [_LONG] * 5,
+    "holdfast_layer": [_POINTER] * 2 + [_LONG],
+    "holdfast_add_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_clamped_gate": [_POINTER] * 2 + [_LONG] * 4 + [_FLOAT],
@@ -49,6 +51,8 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_paged_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT] * 2,
     "holdfast_add_checksum": [_POINTER] + [_LONG] * 2 + [_POINTER],
 }
+NATIVE_CODES = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
+"""Code types of quantized weights by their number in native/codes.h."""
 log = get_logger(__name__)
 
 

@@ -129,7 +129,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
         self.limit = limit
-        self._activation = activation
+        self.activation = activation
 
     @property
     def first(self) -> Linear:
@@ -143,7 +143,7 @@ class GatedMLP:
         quantized, active_TI = buffers.quantized, buffers.active_TI
         if self.fuses_gate(x_TH, buffers):
             gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
-            gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
+            gated_linear(x_TH, gate_up, self.gate_up.bias_N, self.activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
         return self.finish(buffers, out_TH)
@@ -158,10 +158,10 @@ class GatedMLP:
         quantized, wide_TX, active_TI = buffers.quantized, buffers.wide_TX, buffers.active_TI
         codes = self.down.room_for_codes(quantized, len(wide_TX))
         if codes is not None and codes.scales_TB.shape[1] > 1:
-            gate_mul_coded(wide_TX, self._activation, active_TI, self.limit, codes)
+            gate_mul_coded(wide_TX, self.activation, active_TI, self.limit, codes)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         active_TI = self.down.room_for_inputs(active_TI)
-        return self.down(gate_mul(wide_TX, self._activation, active_TI, self.limit), out_TH, quantized)
+        return self.down(gate_mul(wide_TX, self.activation, active_TI, self.limit), out_TH, quantized)
 
 
 class PlainMLP:

@@ -21,14 +21,16 @@ from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
+from holdfast.kernels.native_layer import NativeStep
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
-from holdfast.models import activations, fused_decode
+from holdfast.models import activations, fused_decode, native_layers
 from holdfast.models.activations import Request, StepRequests
 from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
+from holdfast.models.native_layers import NativeLayers
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.packed_weight import AnyWeight
@@ -140,6 +142,8 @@ class LayerStack(StepWorkspace):
         )
         self.fused = self._fused_decode() if parts.takes_fused_decode else None
         """The fused decode path; None if no step takes it."""
+        self.native = None if native_layers.declined(self.layers) else NativeLayers(self.layers)
+        """Layers as one call of C each; None if some layer is not of this kind."""
 
     @property
     def expert_layers(self) -> list[ExpertLayer]:
@@ -234,9 +238,13 @@ class LayerStack(StepWorkspace):
     ) -> Stream:
         """Run consecutive layers. After the attention of the last one only rows whose logits are wanted go on."""
         last = self.num_layers - 1 if self._spec.is_last_stage and batch.logits is not None else None
+        step = self._native_step(stream, batch, plan)
         for index in layers:
             if self.before_layer is not None:
                 self.before_layer()
+            if self.native is not None and step is not None and index != last:
+                stream = self.native.run(index, stream, step)
+                continue
             layer, wanted_only = self.layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
             make = self._state_buffers if isinstance(layer.attention, StateLayer) else self._attention_buffers
@@ -256,6 +264,13 @@ class LayerStack(StepWorkspace):
             self.feed_forward(layer, x_TH, normed_TH, delta_RH)
             stream = Stream(x_TH, normed_TH, delta_RH, has_delta=self._spec.norm_first)
         return stream
+
+    def _native_step(self, stream: Stream, batch: Batch, plan: StepPlan) -> NativeStep | None:
+        """Collect the buffers of layers that run as one call of C; None if they run part by part."""
+        if self.native is None or self.native.is_watched or not self._spec.norm_first:
+            return None
+        num_rows = batch.num_rows
+        return self.native.begin(stream, batch, plan, self._attention_buffers(num_rows), self._mlp_buffers(num_rows))
 
     def finish(self, stream: Stream) -> torch.Tensor:
         """Return final hidden states of the remaining rows, the head's input."""

@@ -52,10 +52,10 @@ class GroupedAttentionLayer:
         self.qkv = qkv
         self.o = o
         self._layer = layer
-        self._head_norm = head_norm
-        self._rotary = rotary
-        self._backend = backend
-        self._has_output_gate = has_output_gate
+        self.head_norm = head_norm
+        self.rotary = rotary
+        self.backend = backend
+        self.has_output_gate = has_output_gate
 
     def __call__(
         self,
@@ -92,11 +92,11 @@ class GroupedAttentionLayer:
 
     def attend(self, batch: Batch, plan: StepPlan, buffers: GroupedBuffers, wanted_only: bool = False) -> torch.Tensor:
         """Run what lies between the two products, gates included: `qkv_TX` to `attended_TX`."""
-        self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
+        self.backend.write(buffers.qkv_TX, batch, self.head_norm, self.rotary, self._layer, buffers.q_THD)
         attended_TX = self.o.room_for_inputs(buffers.attended_TX)
         step = LayerStep(self._layer, plan, buffers.scratch)
-        attended_RX = self._backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
-        if self._has_output_gate:
+        attended_RX = self.backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
+        if self.has_output_gate:
             rows_R = batch.logits.rows_R if wanted_only and batch.logits is not None else None
             gate_outputs(attended_RX, gates_of(buffers.qkv_TX, *buffers.q_THD.shape[1:]), rows_R)
         return attended_RX

@@ -12,6 +12,8 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.native_layer import HeadPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class NativePagedAttention(GroupedBackend):
             Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap),
             out_TX[: q_THD.shape[0]],
         )
+
+    def places(self, layer: int, norm: HeadNorm | None, rotary: Rotary | None) -> HeadPlaces:
+        """Return how a layer's heads are stored and scored, for the layer as one call."""
+        spec = self._specs[layer]
+        scoring = Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap)
+        return HeadPlaces(norm, rotary, self._planes[layer], spec.group, spec.num_heads, self._page_tokens, scoring)
 
     def _rows(self, sequences: Sequence[SequenceRows]) -> tuple[NativeRows, ...]:
         return tuple(_group_rows(sequences, group) for group in range(self._num_groups))

@@ -29,7 +29,7 @@ from holdfast.kernels.gemm.quantize_activations import (
 )
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.gemm.small_batch import single_row_linear
-from holdfast.kernels.native_library import native_for
+from holdfast.kernels.native_library import NATIVE_CODES, native_for
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
@@ -40,8 +40,6 @@ WIDENED_ELEMENTS = 2**20
 """Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
 """Elements of a result that a CPU keeps in float32 at a time if the output has another type."""
-KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
-"""Code types by their number in native/codes.h."""
 SCALED_PRODUCT_SIZES = 16
 """Divisor of the inputs and outputs that torch's scaled product takes."""
 
@@ -274,7 +272,7 @@ def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tenso
         return native_quantized_linear_reference(x_TK, weight, bias, out_TN)
     scheme, (size_n, size_k) = weight.scheme, weight.shape
     operands = weight.codes.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr()
-    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
+    cut = NATIVE_CODES[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
     is_direct = out_TN.dtype is torch.float32 and out_TN.is_contiguous()
     step = len(x_TK) if is_direct else max(1, WIDE_RESULTS // max(1, size_n))
     for start in range(0, len(x_TK), max(1, step)):

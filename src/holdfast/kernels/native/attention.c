@@ -6,6 +6,7 @@
 // before it, never on how the prompt was cut into steps. A sink is a score without a value: m and l begin with it.
 #include <omp.h>
 
+#include "kernels.h"
 #include "vector.h"
 
 #define TILE 64

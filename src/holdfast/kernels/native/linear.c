@@ -2,6 +2,7 @@
 //
 // Both operands are dense in k, so a register tile of rows of x and w needs no packed copy of w: that copy makes a BLAS slow
 // for the few rows of a decode step. Every output has the same order of summation in any tile.
+#include "kernels.h"
 #include "tiles.h"
 
 #define BLOCK_M 16

@@ -3,6 +3,7 @@
 // Order of an output: t = w * x of 32 columns, one by one by fma from the second on; y += t part by part; bias last.
 #include <omp.h>
 
+#include "kernels.h"
 #include "packed_types.h"
 
 #if LANES == 16

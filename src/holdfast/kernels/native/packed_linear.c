@@ -5,6 +5,7 @@
 // of x's codes), by fma; y = fma(t, scale of x, y) block by block. Bias last.
 #include <omp.h>
 
+#include "kernels.h"
 #include "packed_types.h"
 
 #if LANES == 16

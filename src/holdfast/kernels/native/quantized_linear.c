@@ -3,6 +3,7 @@
 // A lone row dequantizes in registers. More rows share a buffer of dequantized weight rows, one chunk of k at a time, which
 // stays in the L1 cache. Memory delivers a quarter or an eighth of the bytes.
 #include "codes.h"
+#include "kernels.h"
 #include "tiles.h"
 
 #define BLOCK_M 64  // rows of x that share what was dequantized

@@ -1,4 +1,5 @@
 // Row-wise kernels: RMSNorm, the gate of an MLP, activations, KV heads into pages, logit masks.
+#include "kernels.h"
 #include "vector.h"
 
 #define ROWS_PER_THREAD 16  // below this a second thread does not pay
@@ -25,6 +26,22 @@ void holdfast_rms_norm(const float *x, const float *weight, float *y, long num_r
                        float offset) {
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
     for (long row = 0; row < num_rows; row++) rms_row(x + row * size, weight, y + row * size, size, eps, offset);
+}
+
+// x += delta, if there is one, then the norm of x.
+void holdfast_add_rms_norm(float *x, const float *delta, const float *weight, float *y, long num_rows, long size, float eps,
+                           float offset) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
+    for (long row = 0; row < num_rows; row++) {
+        float *own = x + row * size;
+        long i = 0;
+        if (delta) {
+            const float *added = delta + row * size;
+            for (; i + LANES <= size; i += LANES) store(own + i, load(own + i) + load(added + i));
+            for (; i < size; i++) own[i] += added[i];
+        }
+        rms_row(own, weight, y + row * size, size, eps, offset);
+    }
 }
 
 // silu(x) = x / (1 + exp(-x)); below -80 the value is under 1e-33 and becomes 0.
