@@ -12,7 +12,14 @@ from torch import Tensor
 
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.state.state_geometry import CHUNK_ROWS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
-from holdfast.kernels.state.state_rows import Piece, StateRows, by_whole_vectors, clear_padded_rows, single_row
+from holdfast.kernels.state.state_rows import (
+    CLEARED_ROWS,
+    Piece,
+    StateRows,
+    by_whole_vectors,
+    clear_padded_rows,
+    single_row,
+)
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, release_then_wait, tl
 
 ROW_CHANNELS = 256
@@ -26,7 +33,7 @@ def causal_conv_reference(
 ) -> None:
     """out = silu(conv(x)), rounded once; states in `conv_PCW` [P, C, W-1] advance. Padding becomes zeros.
 
-    `out_TC` must not overlap x. Rows of x and out may lie apart.
+    `out_TC` must not overlap x, because programs read inputs of other rows. Rows of x and out may lie apart.
     """
     _check_layout(x_TC, weight_CW, conv_PCW, out_TC)
     if singles := rows.single_rows():
@@ -95,11 +102,11 @@ def causal_conv_triton(
     if num_rows == 0:
         return
     num_seqs = num_rows if rows.sequences_N4 is None else len(rows.sequences_N4)
-    num_tails = 0 if rows.sequences_N4 is None else -(-num_rows // TILE_ROWS)
+    num_tails = 0 if rows.sequences_N4 is None else -(-num_rows // CLEARED_ROWS)
     _conv_row_kernel[(num_seqs + num_tails, -(-num_channels // ROW_CHANNELS))](
         x_TC, rows.places_T, rows.positions_T, rows.sequences_N4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
         num_seqs, num_rows, NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_C=ROW_CHANNELS,
-        TILE=TILE_ROWS, num_warps=4, **flags,
+        TILE=CLEARED_ROWS, num_warps=4, **flags,
     )  # fmt: skip
     if rows.chunks_M4 is None:
         return

@@ -47,7 +47,7 @@ def delta_chunks_reference(
 ) -> None:
     """Advance the states of sequences with several rows and write their outputs; other rows are left alone.
 
-    `scratch` has the tensors of `delta_chunk_specs`; only kernels need it.
+    `out_THV` must not overlap inputs: kernels load the next chunk's early. `scratch` has the tensors of `delta_chunk_specs`; only kernels need it.
     """
     inputs.check(state_PHKV, out_THV)
     for piece in rows.long_pieces():

@@ -19,13 +19,11 @@ from holdfast.kernels.state.delta_inputs import (
     normed_heads,
     write_strength,
 )
-from holdfast.kernels.state.state_rows import StateRows, clear_padded_rows, single_row
+from holdfast.kernels.state.state_rows import CLEARED_ROWS, StateRows, clear_padded_rows, single_row
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 
 VALUES_PER_PROGRAM = 32
 """Columns of a state per program."""
-CLEARED_ROWS = 16
-"""Rows that a program looks at for padding, in a step that lists its sequences."""
 
 
 def delta_step_reference(inputs: DeltaInputs, rows: StateRows, state_PHKV: Tensor, out_THV: Tensor) -> None:
