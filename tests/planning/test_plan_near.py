@@ -196,7 +196,7 @@ def test_near_tokens_beside_plain_pages_have_no_effect(options) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Qwen3-Next-80B-A3B-Instruct"]
+    "name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Nemotron-3-Nano-30B-A3B"]
 )
 @pytest.mark.parametrize("kv_format", ["auto", "fp8"])
 def test_near_tokens_need_keys_and_values_by_head(name: str, kv_format: str) -> None:
