@@ -125,8 +125,8 @@ class DecoderDeclaration(NamedTuple):
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        others = {"is_rotated": spec.rope is not None, "has_output_gate": spec.has_output_gate, "state": spec.state}
-        return HeadGeometry(*shape, windows, *biases, *scores, **others)
+        geometry = HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
+        return geometry._replace(has_output_gate=spec.has_output_gate, state=spec.state)
 
     def room_elements(self, mesh: Mesh, num_rows: int) -> int:
         return room_elements(self.rank(mesh), num_rows)
