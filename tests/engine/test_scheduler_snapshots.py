@@ -224,10 +224,12 @@ def test_fork_shares_blocks_without_a_snapshot():
 
 
 def test_pool_without_snapshots_makes_no_prompt_wait():
-    scheduler = make(num_snapshots=0, budget=12)
-    for number in range(2):
-        scheduler.add(sequence(number, [*range(16), 20 + number, 21, 22], max_tokens=1))
-    assert shapes(scheduler) == [[(0, 0, 12)], [(0, 12, 7), (1, 0, 4)], [(1, 4, 12)], [(1, 16, 3)]]
+    for num_snapshots, second in ((0, [(1, 0, 4)]), (1, [])):
+        scheduler = make(num_snapshots=num_snapshots)
+        for number in range(2):
+            scheduler.add(sequence(number, [*range(32), *[50 + number] * 8], max_tokens=1))
+        found = [shape(run(scheduler, max_prompt_rows=8)) for _ in range(2)]
+        assert found == [[(0, 0, 8)], [(0, 8, 4), *second]]
 
 
 def test_dropped_step_forgets_a_snapshot_of_cached_pages():
