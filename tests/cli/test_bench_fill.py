@@ -199,6 +199,21 @@ def test_bench_fill_interrupt_keeps_finished_rungs(
     assert "stopping: the rungs so far are written" in ended.err
 
 
+def test_bench_fill_record_is_saved_after_each_rung(
+    fill: Filling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    climb, saved = Ladder.climb, []
+
+    def read_before(self: Any, *arguments: Any) -> Any:
+        file = tmp_path / "fill.json"
+        saved.append([rung["name"] for rung in json.loads(file.read_text())["rungs"]] if file.exists() else [])
+        return climb(self, *arguments)
+
+    monkeypatch.setattr(Ladder, "climb", read_before)
+    assert_filled(*fill(write_model(tmp_path, "qwen3"), *DUMMY, "--device", "cpu"))
+    assert saved == [[], [PROMPT], [PROMPT, TRACE]]
+
+
 def test_bench_fill_context_that_does_not_fit_is_plan_refusal(fill: Filling, tmp_path: Path) -> None:
     options = (*DUMMY[:4], "--device", "cpu", "--kv-cache-memory", "64KiB")
     ended, record = fill(write_model(tmp_path, "qwen3"), *options)
