@@ -80,6 +80,9 @@ def test_quantize_refuses_wrong_command_lines(here: Here, texts: Path, tmp_path:
     assert here("quantize", texts, texts, "--to", "q8_0").refuses("quantize.exists")
     assert here("quantize", tmp_path / "none", out, "--to", "q8_0").code == 1
     assert not out.exists()
+    for inside in (texts / "q.gguf", texts / ".." / texts.name / "q"):
+        assert here("quantize", texts, inside, "--to", "int4").refuses("quantize.inside")
+    assert not (texts / "q.gguf").exists()
 
 
 def test_quantize_refuses_a_tokenizer_by_name(here: Here, tiny: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def quantize(options: QuantizeOptions, engine: Given) -> None:
         raise ConfigError("cli.usage", program="holdfast quantize", reason=f"it needs --to {' or '.join(TARGETS)}")
     target = read_choice("--to", options.to, TARGETS)
     out = Path(typed_out).expanduser()
-    refuse_output(out)
+    refuse_output(out, None if typed_model is None else Path(typed_model).expanduser())
     config = EngineConfig.from_options(model=typed_model, **engine)
     log_plainly()
     if config.model is not None:

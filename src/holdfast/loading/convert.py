@@ -223,13 +223,15 @@ def _by_width(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
 
 
-def refuse_output(out: Path) -> None:
-    """Refuse an output that exists, or whose folder does not."""
+def refuse_output(out: Path, model: Path | None = None) -> None:
+    """Refuse an output that exists, whose folder does not, or that lies in the folder of its model."""
     try:
         if os.path.lexists(out):
             raise ConfigError("quantize.exists", out=out)
         if not out.absolute().parent.is_dir():
             raise ConfigError("quantize.no_parent", out=out)
+        if model is not None and model.is_dir() and out.resolve().is_relative_to(model.resolve()):
+            raise ConfigError("quantize.inside", out=out, model=model)
     except OSError as error:
         raise ConfigError("quantize.not_written", out=out, reason=error.strerror or error) from error
 

@@ -47,6 +47,8 @@ NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": 
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
 """Elements per step: few enough that each pass finds the previous pass's results in cache."""
+SPLIT_ELEMENTS = 2**20
+"""Elements per step of rows that are split into planes: at most the bytes of a step of dequantized ones."""
 DEQUANT_BYTES = 2 * 2**20
 """Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
@@ -175,7 +177,7 @@ class GGUFSource:
             return
         views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
-        step = max(1, STEP_ELEMENTS // tensor.shape[-1])
+        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
         for start in range(row_start, row_end, step):
             end = min(start + step, row_end)
             blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
