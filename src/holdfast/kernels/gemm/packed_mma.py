@@ -73,9 +73,9 @@ class RowBlocks(NamedTuple):
     num_pairs: int
 
 
-ORDERS = ("dense", "pairs", "searched", "sorted")
-"""Rows of a block: neighbours, one pair, an expert's pairs among all, or those that are sorted."""
-DENSE, SEARCHED, SORTED = (kernel_constant(ORDERS.index(name)) for name in ("dense", "searched", "sorted"))
+ORDERS = ("pairs", "searched", "sorted")
+"""Rows of a block of experts: one pair, an expert's pairs among all, or those that are sorted."""
+SEARCHED, SORTED = (kernel_constant(ORDERS.index(name)) for name in ("searched", "sorted"))
 MOST_BLOCK_ROWS = 64
 
 
@@ -138,7 +138,10 @@ def packed_mma(
     arrived, partials = room_X[:ARRIVED_BYTES].view(torch.int32), room_X[ARRIVED_BYTES:].view(torch.float32)
     grid = -(-num_rows // block_m), width // MMA_ROWS, splits if is_shared else 1
     numbers = num_rows, x_TK.stride(0), out_TN.stride(0), matrix * part.num_rows, 1 if is_shared else splits
-    flags = {"ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits, "IS_SHARED": is_shared}
+    flags = {
+        "IS_DENSE": True, "ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits,
+        "IS_SHARED": is_shared,
+    }  # fmt: skip
     _launch(grid, x_TK, part, bias_N, out_TN, (partials, arrived, arrived, arrived), numbers, block_m, flags, gated, form)
     return out_TN
 
@@ -151,7 +154,7 @@ def packed_experts(
     grid = blocks.num_blocks * blocks.sub_blocks, -(-part.num_rows // MMA_ROWS), 1
     numbers = blocks.num_tokens, x_XK.stride(0), out_PN.stride(0), 0, 1
     flags = {
-        "ORDER": blocks.order, "TOP_K": blocks.top_k, "PAIRS_PER_ROW": blocks.num_pairs // len(x_XK),
+        "IS_DENSE": False, "ORDER": blocks.order, "TOP_K": blocks.top_k, "PAIRS_PER_ROW": blocks.num_pairs // len(x_XK),
         "SUB_BLOCKS": blocks.sub_blocks, "NUM_SPLITS": 1, "IS_SHARED": False,
     }  # fmt: skip
     tensors = out_PN, blocks.experts, blocks.pairs, blocks.experts
@@ -487,7 +490,7 @@ def packed_mma_kernel(
     p_pairs, p_experts, num_rows, x_stride, out_stride, first_row, num_parts,
     KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_N: constexpr, SIZE_K: constexpr,
     GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr,
-    CODE_BYTES: constexpr, HAS_BIAS: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
+    CODE_BYTES: constexpr, HAS_BIAS: constexpr, IS_DENSE: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
     SUB_BLOCKS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
     NUM_SPLITS: constexpr, IS_SHARED: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, NUM_STAGES: constexpr,
     PDL: constexpr,
@@ -506,7 +509,7 @@ def packed_mma_kernel(
     PART_CHUNKS: constexpr = (NUM_CHUNKS + NUM_SPLITS - 1) // NUM_SPLITS
     WEIGHT_ROWS: constexpr = SIZE_N * (2 if GATED else 1)
     i_n = gl.program_id(1) * BLOCK_N
-    if ORDER == DENSE:
+    if IS_DENSE:
         base_row = first_row.to(gl.int64)
         o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied_rows))
         m_rows = o_m < num_rows
@@ -550,21 +553,35 @@ def packed_mma_kernel(
     o_offset = gl.arange(0, 16, gl.SliceLayout(0, weight)) // 4 * 4
     b_ones = gl.full([BLOCK_N, 16], 1.0, TYPE, weight)
     b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    for i_part in range(num_parts):
-        first = (gl.program_id(2) + i_part) * PART_CHUNKS
-        last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
-        end = gl.minimum(last * CHUNK, SIZE_K)
-        for i in gl.static_range(NUM_STAGES - 1):
-            _begin_chunk(
-                p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i, end,
-                SIZE_K, CODE_BYTES, EXTRA,
-            )  # fmt: skip
-        b_s, b_c, b_d, b_dmin = _raw_scales(
-            p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
-        )
-        if PDL and ORDER == DENSE:
-            # Weights are constants, so their first chunks may come before.
+    # Weights are constants, so their first chunks may come before the wait.
+    first = gl.program_id(2) * PART_CHUNKS
+    last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
+    end = gl.minimum(last * CHUNK, SIZE_K)
+    for i in gl.static_range(NUM_STAGES - 1):
+        _begin_chunk(
+            p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i, end,
+            SIZE_K, CODE_BYTES, EXTRA,
+        )  # fmt: skip
+    b_s, b_c, b_d, b_dmin = _raw_scales(
+        p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
+    )
+    if IS_DENSE:
+        if PDL:
             gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+    for i_part in range(num_parts):
+        if i_part > 0:
+            first += PART_CHUNKS
+            last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
+            end = gl.minimum(last * CHUNK, SIZE_K)
+            for i in gl.static_range(NUM_STAGES - 1):
+                _begin_chunk(
+                    p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i, end,
+                    SIZE_K, CODE_BYTES, EXTRA,
+                )  # fmt: skip
+            b_s, b_c, b_d, b_dmin = _raw_scales(
+                p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K,
+                GROUP,
+            )  # fmt: skip
         for i in gl.static_range(NUM_STAGES - 1):
             _begin_rows(p_x, b_rows, m_rows, s_x.index(i), first + i, end)
             hopper.async_copy.commit_group()
@@ -632,7 +649,7 @@ def packed_mma_kernel(
     stored: constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NUM_WARPS], [0, 1])
     b_all = gl.convert_layout(b_all.to(p_out.dtype.element_ty), stored)
     o_n = gl.program_id(1) * NUM_OUTPUTS + gl.arange(0, NUM_OUTPUTS, gl.SliceLayout(1, stored))
-    if ORDER == DENSE:
+    if IS_DENSE:
         o_row = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
         m_row = o_row < num_rows
     else:
