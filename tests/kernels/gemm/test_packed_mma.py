@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from for_each import for_each
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
 from holdfast.kernels.gemm import packed_mma as kernels
-from holdfast.kernels.activation import GateForm, SILU_HALVES, gate_up_product
 from holdfast.kernels.gemm import packed_tiles
 from holdfast.kernels.gemm.packed_codes import CODE_ROWS, EVEN_ODD_ASM, decode_lines
 from holdfast.kernels.packed_kernels import ARRIVED_BYTES, PARTIAL_BYTES, code_key, has_tiles, packed_splits

@@ -44,9 +44,7 @@ def run(case: ExpertCase, part: PackedPart, device: torch.device) -> torch.Tenso
     moved = replace(case, expert_ids_TS=case.expert_ids_TS.to(device))
     bias = None if case.bias_EN is None else case.bias_EN.to(device)
     weight = PackedWeight(part.shape, (on(part, device),))
-    product = ExpertProduct(
-        case.x_XK.to(device), weight, order_of(moved), out, case.gated, None, bias, case.form
-    )
+    product = ExpertProduct(case.x_XK.to(device), weight, order_of(moved), out, case.gated, None, bias, case.form)
     assert packed_expert_linear(product) is out
     zones.check()
     return out.cpu()

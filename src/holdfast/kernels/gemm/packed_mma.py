@@ -142,12 +142,20 @@ def packed_mma(
         "IS_DENSE": True, "ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits,
         "IS_SHARED": is_shared,
     }  # fmt: skip
-    _launch(grid, x_TK, part, bias_N, out_TN, (partials, arrived, arrived, arrived), numbers, block_m, flags, gated, form)
+    _launch(
+        grid, x_TK, part, bias_N, out_TN, (partials, arrived, arrived, arrived), numbers, block_m, flags, gated, form
+    )
     return out_TN
 
 
 def packed_experts(
-    x_XK: Tensor, part: PackedPart, bias_EN: Tensor | None, out_PN: Tensor, blocks: RowBlocks, gated: bool, form: GateForm
+    x_XK: Tensor,
+    part: PackedPart,
+    bias_EN: Tensor | None,
+    out_PN: Tensor,
+    blocks: RowBlocks,
+    gated: bool,
+    form: GateForm,
 ) -> Tensor:
     """Multiply each pair's row by the matrix of its expert, plus its bias, into its row of `out_PN`; others stay."""
     assert part.num_rows == out_PN.shape[1] * (2 if gated else 1), f"{part.shape=} {out_PN.shape=} {gated=}"
@@ -565,7 +573,7 @@ def packed_mma_kernel(
     b_s, b_c, b_d, b_dmin = _raw_scales(
         p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
     )
-    if IS_DENSE:
+    if IS_DENSE:  # noqa: SIM102 a flag of its own, which tests follow
         if PDL:
             gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
     for i_part in range(num_parts):
