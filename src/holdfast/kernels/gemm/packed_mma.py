@@ -137,7 +137,7 @@ def packed_mma(
     assert 4 * (width // MMA_ROWS) <= ARRIVED_BYTES or not is_shared, f"{width} rows have more blocks than counters"
     arrived, partials = room_X[:ARRIVED_BYTES].view(torch.int32), room_X[ARRIVED_BYTES:].view(torch.float32)
     grid = -(-num_rows // block_m), width // MMA_ROWS, splits if is_shared else 1
-    numbers = num_rows, x_TK.stride(0), out_TN.stride(0), matrix * part.num_rows, 1 if is_shared else splits
+    numbers = num_rows, x_TK.stride(0), out_TN.stride(0), size_n, matrix * part.num_rows, 1 if is_shared else splits
     flags = {
         "IS_DENSE": True, "ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits,
         "IS_SHARED": is_shared,
@@ -160,7 +160,7 @@ def packed_experts(
     """Multiply each pair's row by the matrix of its expert, plus its bias, into its row of `out_PN`; others stay."""
     assert part.num_rows == out_PN.shape[1] * (2 if gated else 1), f"{part.shape=} {out_PN.shape=} {gated=}"
     grid = blocks.num_blocks * blocks.sub_blocks, -(-part.num_rows // MMA_ROWS), 1
-    numbers = blocks.num_tokens, x_XK.stride(0), out_PN.stride(0), 0, 1
+    numbers = blocks.num_tokens, x_XK.stride(0), out_PN.stride(0), out_PN.shape[1], 0, 1
     flags = {
         "IS_DENSE": False, "ORDER": blocks.order, "TOP_K": blocks.top_k, "PAIRS_PER_ROW": blocks.num_pairs // len(x_XK),
         "SUB_BLOCKS": blocks.sub_blocks, "NUM_SPLITS": 1, "IS_SHARED": False,
@@ -198,7 +198,7 @@ def _launch(
         out_XN if bias is None else bias, out_XN, *tensors, *numbers,
         KEY=key, KIND=row.kind, ASM=decode_texts(key, is_bfloat16), REGISTERS=decode_registers(row.kind),
         BASE=code_base(key, is_bfloat16), HAS_OFFSET=row.has_offset, EXTRA=row.extra_bytes,
-        CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_N=out_XN.shape[1], SIZE_K=size_k,
+        CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_K=size_k,
         GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0, SECOND=scheme.second,
         HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
         NUM_STAGES=num_stages(block_m, CHUNK_COLUMNS // per_byte + row.extra_bytes, scale_bytes), num_warps=4,
@@ -461,16 +461,16 @@ def _multiply_chunk(
 
 
 @gluon_jit
-def _weight_rows(o_t, i_n, SIZE_N: constexpr, GATED: constexpr, INTERLEAVED: constexpr):
+def _weight_rows(o_t, i_n, size_n, GATED: constexpr, INTERLEAVED: constexpr):
     """Return rows of the weight of a tile's rows, at most the last. If gated, of 16 rows eight are gates and eight their ups."""
     if GATED:
-        o_n = gl.minimum(i_n // 2 + o_t // 16 * 8 + o_t % 8, SIZE_N - 1)
+        o_n = gl.minimum(i_n // 2 + o_t // 16 * 8 + o_t % 8, size_n - 1)
         if INTERLEAVED:
             b_rows = 2 * o_n + o_t // 8 % 2
         else:
-            b_rows = o_n + o_t // 8 % 2 * SIZE_N
+            b_rows = o_n + o_t // 8 % 2 * size_n
     else:
-        b_rows = gl.minimum(i_n + o_t, SIZE_N - 1)
+        b_rows = gl.minimum(i_n + o_t, size_n - 1)
     return b_rows
 
 
@@ -495,8 +495,8 @@ def _expert_block(
 @gluon_jit_counting("num_rows", "first_row", "num_parts")
 def packed_mma_kernel(
     p_x, p_codes, p_extra, p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, p_bias, p_out, p_partials, p_arrived,
-    p_pairs, p_experts, num_rows, x_stride, out_stride, first_row, num_parts,
-    KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_N: constexpr, SIZE_K: constexpr,
+    p_pairs, p_experts, num_rows, x_stride, out_stride, size_n, first_row, num_parts,
+    KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_K: constexpr,
     GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr,
     CODE_BYTES: constexpr, HAS_BIAS: constexpr, IS_DENSE: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
     SUB_BLOCKS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
@@ -515,7 +515,7 @@ def packed_mma_kernel(
     lines: constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     NUM_CHUNKS: constexpr = (SIZE_K + CHUNK - 1) // CHUNK
     PART_CHUNKS: constexpr = (NUM_CHUNKS + NUM_SPLITS - 1) // NUM_SPLITS
-    WEIGHT_ROWS: constexpr = SIZE_N * (2 if GATED else 1)
+    weight_rows = size_n * (2 if GATED else 1)
     i_n = gl.program_id(1) * BLOCK_N
     if IS_DENSE:
         base_row = first_row.to(gl.int64)
@@ -528,20 +528,20 @@ def packed_mma_kernel(
         expert, b_pairs = _expert_block(p_pairs, p_experts, num_rows, ORDER, TOP_K, SUB_BLOCKS, BLOCK_M)
         if expert < 0:
             return
-        base_row = expert.to(gl.int64) * WEIGHT_ROWS
+        base_row = expert.to(gl.int64) * weight_rows
         b_taken = gl.convert_layout(b_pairs, gl.SliceLayout(1, copied_rows))
         m_rows = b_taken >= 0
         b_rows = (gl.maximum(b_taken, 0) // PAIRS_PER_ROW).to(gl.int64) * x_stride
     # Rows after the last output read the last again.
     o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
-    b_copied = base_row + _weight_rows(o_t, i_n, SIZE_N, GATED, INTERLEAVED)
+    b_copied = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
     o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scaled))
-    b_scaled = base_row + _weight_rows(o_t, i_n, SIZE_N, GATED, INTERLEAVED)
+    b_scaled = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
     b_extra = b_copied
     if EXTRA > 0:
         extra: constexpr = gl.BlockedLayout([1, 4], [32 * 16 // EXTRA, EXTRA // 16], [NUM_WARPS, 1], [1, 0])
         o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, extra))
-        b_extra = base_row + _weight_rows(o_t, i_n, SIZE_N, GATED, INTERLEAVED)
+        b_extra = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
     s_codes = gl.allocate_shared_memory(
         gl.uint8, [NUM_STAGES, BLOCK_N, CODE_BYTES], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     )
@@ -634,9 +634,9 @@ def packed_mma_kernel(
     if IS_SHARED:
         o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
         m_partial = (o_t < BLOCK_N)[:, None] & (o_m < num_rows)[None, :]
-        WIDTH: constexpr = (WEIGHT_ROWS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        size = num_rows.to(gl.int64) * WIDTH
-        o_partial = o_m.to(gl.int64)[None, :] * WIDTH + (i_n + o_t)[:, None]
+        width = (weight_rows + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        size = num_rows.to(gl.int64) * width
+        o_partial = o_m.to(gl.int64)[None, :] * width + (i_n + o_t)[:, None]
         gl.store(p_partials + gl.program_id(2) * size + o_partial, b_all, mask=m_partial)
         gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)  # Triton 3.6 has no name for it
         arrived = gl.atomic_add(p_arrived + gl.program_id(1), 1, sem="acq_rel")
@@ -647,7 +647,7 @@ def packed_mma_kernel(
         for i in gl.static_range(NUM_SPLITS):
             b_all += gl.load(p_partials + i * size + o_partial, mask=m_partial, other=0.0, cache_modifier=".cg")
     if HAS_BIAS:
-        o_bias = base_row - first_row + _weight_rows(o_t, i_n, SIZE_N, GATED, INTERLEAVED)
+        o_bias = base_row - first_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
         b_bias = gl.load(p_bias + o_bias)
         b_all += b_bias.to(gl.float32)[:, None]
     if GATED:
@@ -664,4 +664,4 @@ def packed_mma_kernel(
         o_row = gl.convert_layout(b_pairs, gl.SliceLayout(0, stored))
         m_row = o_row >= 0
     o_y = o_row.to(gl.int64)[None, :] * out_stride + o_n[:, None]
-    gl.store(p_out + o_y, b_all, mask=(o_n < SIZE_N)[:, None] & m_row[None, :])
+    gl.store(p_out + o_y, b_all, mask=(o_n < size_n)[:, None] & m_row[None, :])
