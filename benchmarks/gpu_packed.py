@@ -113,8 +113,7 @@ def make_weight(scheme: PackedScheme, size_n: int, size_k: int, device: torch.de
         planes.append(tensor)
     part = PackedPart(scheme, 0, (size_n, size_k), tuple(planes))
     part.check()
-    weight = PackedWeight((size_n, size_k), (part,))
-    return weight
+    return PackedWeight((size_n, size_k), (part,))
 
 
 def error_of(case: Case, weight: PackedWeight, x_TK: torch.Tensor, y_TN: torch.Tensor) -> float:
