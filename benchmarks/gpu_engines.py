@@ -79,7 +79,14 @@ def open_engine(
         shapes |= few_layers({**find_model(name)[1], **shapes})
         settings = {key: value for key, value in settings.items() if not key.startswith("memory_")}
         settings["kv_cache_memory"] = REHEARSED_BYTES
-    path = write_dummy_model(folder, name, **shapes)
+    opened = open_at(write_dummy_model(folder, name, **shapes), device, load_format="dummy", **settings)
+    if is_rehearsed:
+        sys.exit()
+    return opened
+
+
+def open_at(path: Path, device: str, **settings: Any) -> OpenEngine:  # noqa: ANN401
+    """Open an engine with the weights of a path."""
     kept: list[BuiltRunner] = []
     build_runner = engine_build.build_runner
 
@@ -89,11 +96,9 @@ def open_engine(
 
     engine_build.build_runner = keep
     try:
-        llm = LLM(str(path), load_format="dummy", device=device, on_progress=lambda done, total: None, **settings)
+        llm = LLM(str(path), device=device, on_progress=lambda done, total: None, **settings)
     finally:
         engine_build.build_runner = build_runner
-    if is_rehearsed:
-        sys.exit()
     return OpenEngine(llm, kept[0])
 
 

@@ -130,6 +130,19 @@ def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
     )
 
 
+def read_file_weights(path: Path, opened: "OpenEngine") -> tuple[StepBytes, int]:
+    """Like `read_weights`, for a file; also return the bytes of its tensors."""
+    from holdfast.loading.model_files import open_model
+    from holdfast.loading.planning.plan import plan_load
+
+    model, resolved = open_model(str(path), "auto"), opened.built.plan.resolved
+    plan, spec = plan_load(model.parameters, model.source, resolved.dtype, resolved.recipe), model.spec
+    num_experts, top_k = (spec.experts.num_experts, spec.experts.top_k) if spec.experts is not None else (0, 0)
+    sizes = {weight.name: weight.num_bytes for weight in plan.weights}
+    stored = model.gguf.tensors.values() if model.gguf is not None else model.source.entries.values()
+    return step_weights(sizes, spec.tied_embeddings, num_experts, top_k), sum(one.num_bytes for one in stored)
+
+
 def time_batch(opened: "OpenEngine", made: Sequence["TokensPrompt"], shape: Shape) -> dict[str, Any]:
     """Return seconds of both lengths, and of the graph alone."""
     generate(opened, made, 1)

@@ -152,9 +152,17 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
         full=lambda shape, value, dtype, layout=None: torch.full(shape_of(shape), value, dtype=dtype),
         where=chosen,
         minimum=least,
+        maximum=lambda first, second: first.clamp(min=second),
+        min=lambda values, axis: values.amin(axis),
+        max=lambda values, axis: values.amax(axis),
+        sum=lambda values, axis: values.sum(axis, dtype=values.dtype),
+        full_like=torch.full_like,
+        expand_dims=lambda values, axis: values.unsqueeze(axis),
+        convert_layout=lambda values, layout: values,
+        split=lambda values: (values[..., 0], values[..., 1]),
         broadcast=torch.broadcast_tensors,
         atomic_add=add,
-        load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other),
+        load=lambda pointer, mask=True, other=None, cache_modifier="": torch.as_tensor(pointer.load(mask, other)),
         store=lambda pointer, values, mask=True: (
             pointer.store(values, mask)
             if isinstance(pointer.offset, torch.Tensor)
@@ -179,8 +187,8 @@ def hopper_of() -> SimpleNamespace:
 class TileLauncher:
     """Runs a kernel's source over its grid."""
 
-    def __init__(self, kernel: Any, module: ModuleType, column_texts: Sequence[str]) -> None:
-        self._kernel, self._module, self._column_texts = getattr(kernel, "fn", kernel), module, column_texts
+    def __init__(self, kernel: Any, modules: Sequence[ModuleType], column_texts: Sequence[str]) -> None:
+        self._kernel, self._modules, self._column_texts = getattr(kernel, "fn", kernel), modules, column_texts
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
@@ -192,15 +200,17 @@ class TileLauncher:
             casting = patch.object(torch.Tensor, "to", cast)
             for place in product(*(range(size) for size in reversed(grid))):
                 gl = language(place[::-1], num_warps, self._column_texts)
-                with typed, casting, with_names([self._module], gl=gl, hopper=hopper_of()):
+                with typed, casting, with_names(self._modules, gl=gl, hopper=hopper_of()):
                     self._kernel(*given, **constants)
 
         return launch
 
 
 @contextmanager
-def modelled_tiles(module: ModuleType, kernel: str, column_texts: Sequence[str] = (), **names: Any) -> Iterator[None]:
-    """Replace a module's kernel by its model, and other names of the module by those given."""
-    launcher = TileLauncher(getattr(module, kernel), module, column_texts)
+def modelled_tiles(
+    module: ModuleType, kernel: str, *others: ModuleType, column_texts: Sequence[str] = (), **names: Any
+) -> Iterator[None]:
+    """Replace a module's kernel by its model, and names of the module by those given; `others` hold functions that it calls."""
+    launcher = TileLauncher(getattr(module, kernel), (module, *others), column_texts)
     with patch.object(module, kernel, launcher), with_names([module], **names):
         yield

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import activation, hyper_connections, norm, operation, up_projection  # noqa: E402
+from holdfast.kernels import activation, hyper_connections, norm, operation, packed_kernels, up_projection  # noqa: E402
 from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     lane_rows,
@@ -50,7 +50,9 @@ from holdfast.kernels.gemm import (  # noqa: E402
     deferred_rms_norm,
     embedding,
     joint_row,
+    packed_dequantize,
     packed_gemv,
+    packed_mma,
     packed_tiles,
     quantize_activations,
     row_scaled_tiles,
@@ -88,6 +90,7 @@ from holdfast.kernels.load import place_kernels  # noqa: E402
 from holdfast.kernels.moe import (  # noqa: E402
     deep_gemv,
     expert_gemv,
+    expert_linear,
     expert_row,
     expert_sum,
     grouped_gemm,
@@ -105,6 +108,8 @@ from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
+from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, integer_scheme, nvfp4_scheme  # noqa: E402
+from holdfast.quant.packed_weight import PackedPart, PackedWeight  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 
@@ -515,6 +520,48 @@ def packed_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
     packed_gemv.packed_gemv(packed_gemv.PackedProduct(x, weight, out, bias))
 
 
+CODED_SCHEMES: dict[str, PackedScheme] = {
+    **{title: BLOCK_SCHEMES[title] for title in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K")},
+    **{title: BLOCK_SCHEMES[title] for title in ("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")},
+    "AWQ": integer_scheme("AWQ", 4, 128, "float16", "uint8"),
+    "GPTQ": integer_scheme("GPTQ", 4, 32, "float16"),
+    "int4 by row": integer_scheme("int4", 4, 0, "bfloat16"),
+    "nvfp4": nvfp4_scheme("nvfp4", divides=True),
+}
+
+
+def packed_part_of(name: str, shape: tuple[int, ...]) -> PackedPart:
+    scheme = CODED_SCHEMES[name]
+    planes = tuple(torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.shaped(shape))
+    return PackedPart(scheme, 0, shape, planes)
+
+
+def codes_of(name: str, num_rows: int, sizes: tuple[int, int] = (5120, 5120), dtype: torch.dtype = BF16) -> None:
+    """Tiles of a packed weight, with a bias or a gate."""
+    part, x = packed_part_of(name, sizes), torch.empty(num_rows, sizes[1], dtype=dtype)
+    room = torch.empty(packed_kernels.ARRIVED_BYTES + packed_kernels.PARTIAL_BYTES, dtype=torch.uint8)
+    out, bias = torch.empty(num_rows, sizes[0], dtype=dtype), torch.empty(sizes[0], dtype=dtype)
+    packed_mma.packed_mma(x, part, bias, out, room)
+    packed_mma.packed_mma(x, part, None, out[:, : sizes[0] // 2], room, 0, True)
+
+
+def coded_experts_of(name: str, num_rows: int, gated: bool) -> None:
+    """Tiles of packed experts."""
+    part = packed_part_of(name, (4, 1536, 2048))
+    ids = torch.zeros(num_rows, 2, dtype=torch.int32)
+    order = ordered(ids, 4, [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 2, 4)])
+    out, weight = torch.empty(2 * num_rows, 768 if gated else 1536, dtype=BF16), PackedWeight(part.shape, (part,))
+    x = torch.empty(num_rows, 2048, dtype=BF16)
+    expert_linear.packed_expert_linear(routing.ExpertProduct(x, weight, order, out, gated))
+
+
+def dequantized_of(name: str, dtype: torch.dtype = BF16) -> None:
+    """A piece of rows, and rows of a share by id."""
+    part, out = packed_part_of(name, (64, 512)), torch.empty(16, 512, dtype=dtype)
+    packed_dequantize.dequantize_piece(part, 0, (0, 16), out)
+    packed_dequantize.dequantize_ids(torch.zeros(16, dtype=torch.int64), part, out, 32)
+
+
 def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
     """Some rows by e4m3 in blocks, and what writes their codes: a norm, a gate, the input of a block between streams."""
     scheme = WEIGHT_SCHEMES["fp8_block"]
@@ -859,6 +906,22 @@ V4_CASES: dict[str, Callable[[], None]] = {
     "streams of V4-Flash, 16 rows": lambda: streams_of(16, 4096),
     "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
 }
+CODE_CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"tiles of {name}, {num_rows} rows": partial(codes_of, name, num_rows)
+        for name, scheme in CODED_SCHEMES.items()
+        if packed_kernels.has_tiles(scheme, 5120)
+        for num_rows in (1, 16, 32, 64, 100)
+    },
+    "tiles of Q4_0 of odd sizes": lambda: codes_of("Q4_0", 3, (202, 2880), FP16),
+    "tiles of Q5_0 of odd sizes": lambda: codes_of("Q5_0", 3, (202, 608)),
+    **{
+        f"tiles of experts in {name}, {num_rows} rows": partial(coded_experts_of, name, num_rows, num_rows != 8)
+        for name in ("Q4_K", "Q6_K", "AWQ")
+        for num_rows in (1, 8, 30, 130, 700)
+    },
+    **{f"pieces of {name}": partial(dequantized_of, name) for name in CODED_SCHEMES},
+}
 PACKED_CASES: dict[str, Callable[[], None]] = {
     f"packed experts of {size_n} by {size_k}, {num_rows} rows": partial(
         packed_experts_of, form, (size_n, size_k), size_n != 96, num_rows
@@ -1107,6 +1170,7 @@ CASES: dict[str, Callable[[], None]] = {
     **LAYER_CASES,
     **PACKED_CASES,
     **STATE_CASES,
+    **CODE_CASES,
 }
 
 
@@ -1145,7 +1209,9 @@ def main() -> None:
         normed_routing,
         operation,
         output_gate,
+        packed_dequantize,
         packed_gemv,
+        packed_mma,
         packed_tiles,
         place_kernels,
         prefill_warpgroups,

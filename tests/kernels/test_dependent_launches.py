@@ -32,7 +32,10 @@ CONSTANT = {
         *("p_tiles", "p_rows", "p_pages", "p_slots", "p_states", "p_positions", "p_table_rows", "p_num_tokens"),
         *("p_w", "p_norm", "p_bias"),
     },
-    "gemm": {"p_weight", "p_codes", "p_words", "p_scales"},
+    "gemm": {
+        *("p_weight", "p_codes", "p_words", "p_scales"),
+        *("p_extra", "p_mins", "p_zeros", "p_d", "p_dmin", "p_second"),
+    },
     "norm": {"p_weight"},
     "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
@@ -47,7 +50,7 @@ TRUSTED = {
 """Kernels that read more before they wait, and the kernel before them, which must trigger them after its own wait."""
 ALWAYS = {"NUM_HEADS > 0"}
 """Conditions without an else that hold for every program that comes to them."""
-FLAGS = {"gemm.packed_gemv.packed_gemv_kernel": "GATED"}
+FLAGS = {"gemm.packed_gemv.packed_gemv_kernel": "GATED", "gemm.packed_mma.packed_mma_kernel": "IS_DENSE"}
 """A flag of a kernel that moves its wait: paths are followed with it and without."""
 
 

@@ -29,17 +29,55 @@ MMA_ROWS = 128
 """Rows of a weight in a program of kernels/gemm/packed_mma.py."""
 MOST_SPLIT_ROWS = 64
 """Most rows of a product whose parts along K run in programs of their own."""
-SPLIT_PROGRAMS = 396
-"""Programs that a product is split into, if it can be: three for each multiprocessor of an H200."""
-MOST_SPLITS, LEAST_SPLIT_COLUMNS = 8, 1024
+SPLIT_PLACES = 396
+"""Programs that run at once on an H200: three on each multiprocessor."""
+MOST_SPLITS, LEAST_SPLIT_COLUMNS = 9, 1024
+STEP_COLUMNS = 256
+"""Columns of a step of a program."""
+PARTIAL_BYTES = 16 * 2**20
+"""Most bytes of partial sums that programs of a product exchange."""
 ARRIVED_BYTES = 16384
 """Counters of split products, at the beginning of the lane; zero between products."""
+CODED_FAMILIES = frozenset(
+    {
+        *("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "iq4_nl", "iq4_xs"),
+        *("block_mxfp4", "nvfp4"),
+    }
+)
+"""Families whose codes kernels/gemm/packed_mma.py multiplies as they are; so it does with "int" of 4 bits."""
+
+
+def code_key(scheme: PackedScheme) -> str | None:
+    """Return the name of a scheme's codes in kernels/gemm/packed_codes.py; None if tiles do not take them."""
+    if scheme.order_groups or scheme.row_group > 1:
+        return None
+    if scheme.family == "int":
+        is_regular = scheme.bits == 4 and scheme.group_columns % 32 == 0 and scheme.middle in (0, 8)
+        has_zeros = scheme.has("zeros")
+        is_regular &= not has_zeros or scheme.plane("zeros").dtype == "uint8"
+        return None if not is_regular else "int4_zeros" if has_zeros else "int4"
+    return scheme.family if scheme.family in CODED_FAMILIES else None
+
+
+def has_tiles(scheme: PackedScheme, num_columns: int) -> bool:
+    """Return True if tiles multiply codes of a scheme in rows of this width."""
+    key = code_key(scheme)
+    if key is None:
+        return False
+    return num_columns % (256 if scheme.unit_columns == 256 else 64 if key == "nvfp4" else 32) == 0
 
 
 def packed_splits(num_rows: int, num_columns: int) -> int:
-    """Return the parts along K of a product: the shape of the weight decides."""
-    wanted = -(-SPLIT_PROGRAMS // -(-num_rows // MMA_ROWS))
-    return max(1, min(wanted, MOST_SPLITS, num_columns // LEAST_SPLIT_COLUMNS))
+    """Return the parts along K of a product: those with the least time, counted in steps of all programs at once.
+
+    The shape of the weight decides. A part begins with a step in which its programs only load.
+    """
+    num_blocks, num_steps = -(-num_rows // MMA_ROWS), -(-num_columns // STEP_COLUMNS)
+    most = max(1, min(MOST_SPLITS, num_columns // LEAST_SPLIT_COLUMNS))
+    return min(
+        range(1, most + 1),
+        key=lambda splits: -(-num_blocks * splits // SPLIT_PLACES) * (-(-num_steps // splits) + 1),
+    )
 
 
 def arranged(scheme: PackedScheme, num_rows: int, device_kind: str) -> PackedScheme:
@@ -109,7 +147,8 @@ def piece_bytes(shape: PieceShape, dtype: str, device_kind: str) -> int:
     elements = rows * shape.num_columns
     rounded = DTYPE_BYTES[dtype] * elements
     splits = packed_splits(shape.num_rows, shape.num_columns)
-    partials = 4 * splits * MOST_SPLIT_ROWS * shape.num_rows if splits > 1 else 0
+    width = -(-shape.num_rows // MMA_ROWS) * MMA_ROWS
+    partials = min(PARTIAL_BYTES, 4 * splits * MOST_SPLIT_ROWS * width) if splits > 1 else 0
     if shape.has_kernel:
         return max(rounded, partials)
     return aligned(4 * elements) + (0 if dtype == "float32" else rounded)

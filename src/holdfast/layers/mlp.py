@@ -15,7 +15,7 @@ from holdfast.kernels.gemm.quantize_activations import (
     quantize_rows,
 )
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
-from holdfast.quant.packed_weight import AnyWeight
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 
 
 class Linear:
@@ -151,6 +151,8 @@ class GatedMLP:
     def fuses_gate(self, x_TH: torch.Tensor, buffers: MLPBuffers) -> bool:
         """Return True if gate and up of these rows are one product with the gate in its epilogue."""
         weights = self.gate_up.weight_NK, self.down.weight_NK
+        if isinstance(weights[0], PackedWeight) and self._activation != "silu":
+            return False
         return self.limit is None and self.down.takes_codes and fuses_gate(x_TH, *weights, buffers.quantized)
 
     def finish(self, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:

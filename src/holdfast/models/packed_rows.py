@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.kernels.packed_kernels import arranged, has_kernel
+from holdfast.kernels.packed_kernels import arranged, has_kernel, has_tiles
 from holdfast.quant.packed_schemes import PackedRows, PackedScheme, join_rows, plain_scheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
 PACKED_KINDS = ("linear", "expert", "head", "embedding")
 """Kinds of weights that products and row lookups take packed; all others are expanded."""
+QUANTIZED_NAMES = ("int8", "mxfp4")
+"""Families with the planes of a weight scheme (quant/packed_weight.py), which has kernels of its own."""
 Schemes = tuple[PackedScheme | None, ...]
 """The scheme of each part of a weight (q, k, v; gate, up), the parts of one matrix; None: stored plain."""
 
@@ -21,6 +23,7 @@ class PackedForm(NamedTuple):
     """Empty if it is expanded."""
     reason: str = ""
     """Why it is expanded."""
+    num_columns: int = 0
 
 
 def packed_form(
@@ -41,14 +44,21 @@ def packed_form(
         plain if scheme is None else arranged(scheme, num_rows, device)
         for scheme, num_rows in zip(schemes, part_rows, strict=True)
     ]
-    without = next((one for one in held if not is_fast(kind, one, device)), None)
+    parts = join_rows(zip(part_rows, held, strict=True))
+    without = next((one.scheme for one in parts if not is_fast(kind, one.scheme, device, len(parts), shape[-1])), None)
     if recipe.packed.keeps == "with_kernel" and without is not None:
         return PackedForm((), f"no kernel on {device} takes {without.title} yet")
-    return PackedForm(join_rows(zip(part_rows, held, strict=True)))
+    return PackedForm(parts, num_columns=shape[-1])
 
 
-def is_fast(kind: str, scheme: PackedScheme, device_kind: str) -> bool:
-    """Return True if a kernel takes such a part, or none is needed: for plain rows, and for rows that are looked up."""
+def is_fast(kind: str, scheme: PackedScheme, device_kind: str, num_parts: int, num_columns: int) -> bool:
+    """Return True if a kernel takes such a part, or none is needed: for plain rows, and for rows that are looked up.
+
+    Experts on a GPU have tiles alone, and all their rows are packed alike.
+    """
+    if kind == "expert" and device_kind == "cuda":
+        is_quantized = scheme.family in QUANTIZED_NAMES
+        return num_parts == 1 and (is_quantized or has_tiles(scheme, num_columns))
     if kind in ("embedding", "head") and scheme.family == "mxfp4":
         return False  # a lookup needs scales by row
     is_lookup = kind == "embedding" and device_kind == "cpu"
@@ -100,7 +110,12 @@ def account_for(held: Sequence[tuple[str, PackedForm]], recipe: WeightRecipe) ->
     """Sum up the forms of all packed weights, each with its kind."""
     forms, device = [form for _, form in held], recipe.packed.device_kind
     reasons = Counter(form.reason for form in forms if not form.rows)
-    slow = (rows.scheme for kind, form in held for rows in form.rows if not is_fast(kind, rows.scheme, device))
+    slow = (
+        rows.scheme
+        for kind, form in held
+        for rows in form.rows
+        if not is_fast(kind, rows.scheme, device, len(form.rows), form.num_columns)
+    )
     titles = tuple(dict.fromkeys(scheme.title for scheme in slow))
     kept = sum(bool(form.rows) for form in forms)
     takes_int8 = any(rows.scheme.row_group > 1 for form in forms for rows in form.rows)

@@ -173,8 +173,13 @@ class Resolved:
 
     @property
     def enforce_eager(self) -> bool:
-        """Never capture graphs: by the option, or because the reference multiplies packed weights, which allocates."""
-        by_reference = self.target.kind == "cuda" and bool(self.packed_account.by_reference)
+        """Never capture graphs: by the option, or because the reference multiplies packed weights, which allocates.
+
+        Tiles of packed experts take half precision.
+        """
+        account = self.packed_account
+        is_slow = bool(account.by_reference) or (self.dtype == "float32" and account.num_kept > 0)
+        by_reference = self.target.kind == "cuda" and is_slow
         return self.request.config.enforce_eager or by_reference
 
     @property

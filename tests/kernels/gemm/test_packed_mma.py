@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from for_each import for_each
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
 from holdfast.kernels.gemm import packed_mma as kernels
-from holdfast.kernels.gemm.packed_codes import CODE_ROWS, EVEN_ODD_ASM, code_key, decode_lines
-from holdfast.kernels.packed_kernels import ARRIVED_BYTES
+from holdfast.kernels.gemm import packed_tiles
+from holdfast.kernels.gemm.packed_codes import CODE_ROWS, EVEN_ODD_ASM, decode_lines
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES, PARTIAL_BYTES, code_key, has_tiles, packed_splits
 from holdfast.quant.packed_schemes import PackedScheme, integer_scheme
 from holdfast.quant.packed_values import dequantize_rows
 from holdfast.quant.packed_weight import PackedPart
@@ -17,7 +19,7 @@ from kernels.gemm.test_packed_linear import SCHEMES, random_part
 from kernels.gluon_tiles import modelled_tiles
 from red_zones import RedZones
 
-TILED: dict[str, PackedScheme] = {name: scheme for name, scheme in SCHEMES.items() if kernels.takes_scheme(scheme, 256)}
+TILED: dict[str, PackedScheme] = {name: scheme for name, scheme in SCHEMES.items() if has_tiles(scheme, 256)}
 TILED |= {
     "int4 of 128": integer_scheme("int4", 4, 128, "bfloat16"),
     "int4 of 128 with zero points": integer_scheme("int4", 4, 128, "float16", "uint8"),
@@ -29,13 +31,21 @@ def e4m3(b_code: torch.Tensor) -> torch.Tensor:
     return b_code.to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
+def gated(b_gate: torch.Tensor, b_up: torch.Tensor, limit: float, is_scaled: bool) -> torch.Tensor:
+    """As the epilogue computes it."""
+    halves = torch.cat((b_gate.flatten()[None], b_up.flatten()[None]), 1)
+    form = GateForm(limit=limit or None, is_silu=not is_scaled)
+    return gate_up_product(halves, form).view(b_gate.shape)
+
+
 @pytest.fixture(autouse=True)
 def _model(device: torch.device) -> Iterator[None]:
     """Without a GPU the source runs in torch."""
     if device.type == "cuda":
         yield
         return
-    with modelled_tiles(kernels, "packed_mma_kernel", (EVEN_ODD_ASM,), e4m3_value=e4m3):
+    names = {"column_texts": (EVEN_ODD_ASM,), "e4m3_value": e4m3, "gated_numbers": gated}
+    with modelled_tiles(kernels, "packed_mma_kernel", packed_tiles, **names):
         yield
 
 
@@ -43,7 +53,7 @@ def run(x_TK: torch.Tensor, part: PackedPart, bias_N: torch.Tensor | None, devic
     """Amid poison, in float32; counters are zero again."""
     zones = RedZones(device)
     out = zones.allocate(len(x_TK), part.num_rows + 5, dtype=torch.float32).fill_(NAN)
-    room = torch.full((ARRIVED_BYTES + 4 * 8 * len(x_TK) * part.num_rows,), 0xFF, dtype=torch.uint8, device=device)
+    room = torch.full((ARRIVED_BYTES + PARTIAL_BYTES,), 0xFF, dtype=torch.uint8, device=device)
     room[:ARRIVED_BYTES] = 0
     planes = tuple(plane.to(device) for plane in part.planes)
     own = PackedPart(part.scheme, 0, part.shape, planes)
@@ -105,6 +115,22 @@ def test_packed_mma_rows_are_alike_in_any_batch(name: str, device: torch.device)
             assert torch.allclose(found, whole[rows], rtol=0, atol=1e-3), f"{name}: {rows}"
 
 
+@pytest.mark.parametrize("form", [SILU_HALVES, GateForm(True, 7.0), GateForm(limit=10.0, is_silu=True)], ids=str)
+def test_packed_mma_gates_in_its_epilogue(form: GateForm, device: torch.device) -> None:
+    """Outputs that end within a tile; parts that programs share."""
+    part = random_part(TILED["Q4_0"], (2 * 75, 2048))
+    x, bias = torch.randn(3, 2048).to(torch.bfloat16), torch.randn(150)
+    room = torch.zeros(ARRIVED_BYTES + PARTIAL_BYTES, dtype=torch.uint8, device=device)
+    out = torch.full((3, 75), NAN, device=device)
+    planes = tuple(plane.to(device) for plane in part.planes)
+    own = PackedPart(part.scheme, 0, part.shape, planes)
+    assert packed_splits(150, 2048) == 2
+    kernels.packed_mma(x.to(device), own, bias.to(device), out, room, 0, True, form)
+    values = dequantize_rows(part, 0, (0, 150), torch.empty(150, 2048))
+    expected = gate_up_product(x.float() @ values.T + bias, form)
+    assert torch.allclose(out.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_packed_mma_nan_stays_in_its_row(device: torch.device) -> None:
     part = random_part(TILED["Q4_1"], (20, 288))
     x = torch.randn(9, 288).to(torch.bfloat16)
@@ -118,18 +144,18 @@ def test_packed_mma_nan_stays_in_its_row(device: torch.device) -> None:
 def test_row_form_and_splits_follow_the_shapes() -> None:
     assert [kernels.block_rows(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 513)] == [8, 8, 16, 32, 64, 64, 64, 64]
     assert len({kernels.row_form(rows) for rows in range(1, 2000)}) == 6
-    assert kernels.packed_splits(51200, 5120) == 1
-    assert kernels.packed_splits(5120, 25600) == 8
-    assert kernels.packed_splits(512, 1024) == 1
-    for num_rows in (1, 16, 64):
-        assert kernels.mma_form(num_rows, 192).num_stages >= 2
+    shapes = ((51200, 5120), (10240, 5120), (5120, 8192), (5120, 25600), (8192, 28672), (512, 1024))
+    assert [packed_splits(*shape) for shape in shapes] == [4, 4, 8, 9, 6, 1]
+    for block_m in (8, 16, 32, 64):
+        assert 2 <= kernels.num_stages(block_m, 192, 16384) <= 4
+    assert kernels.num_stages(8, 128, 8192) == 3
 
 
 def test_takes_declines_a_host_and_other_types() -> None:
     assert not kernels.takes(torch.empty(1, 256, dtype=torch.bfloat16), TILED["Q4_0"])
-    assert not kernels.takes_scheme(SCHEMES["int4 in order"], 256)
-    assert not kernels.takes_scheme(SCHEMES["Q4_K"], 288)
-    assert not kernels.takes_scheme(SCHEMES["Q2_K"], 256)
+    assert not has_tiles(SCHEMES["int4 in order"], 256)
+    assert not has_tiles(SCHEMES["Q4_K"], 288)
+    assert not has_tiles(SCHEMES["Q2_K"], 256)
 
 
 @for_each("key", tuple(CODE_ROWS))

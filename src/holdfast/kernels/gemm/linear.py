@@ -21,7 +21,7 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import BLOCK_COLUMNS
 from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, joint_row, packed_gemv, row_scaled_tiles
-from holdfast.kernels.gemm.packed_linear import packed_linear
+from holdfast.kernels.gemm.packed_linear import packed_gate, packed_linear, takes_packed_gate
 from holdfast.kernels.gemm.quantize_activations import (
     QuantizedRows,
     quantize_rows,
@@ -211,6 +211,9 @@ def quantized_linear(
 
 def fuses_gate(x_TK: Tensor, gate_up: AnyWeight, down: AnyWeight, quantized: QuantizedRows | None) -> bool:
     """Return True if `gated_linear` takes these rows and weights."""
+    if isinstance(gate_up, PackedWeight):
+        is_plain = not isinstance(down, QuantizedWeight) or not down.scheme.quantizes_activations
+        return is_plain and takes_packed_gate(x_TK, gate_up)
     return (
         quantized is not None
         and can_run(x_TK)
@@ -229,6 +232,9 @@ def gated_linear(
     is_coded: bool = False,
 ) -> Tensor:
     """Compute activation(gate) * up into `out_TI`, and its codes for the product with `down` into `quantized`."""
+    if isinstance(gate_up, PackedWeight):
+        assert kind == "silu", f"{kind}, and the tiles compute silu"
+        return packed_gate(x_TK, gate_up, bias_N, out_TI)
     assert isinstance(gate_up, QuantizedWeight), "gate and up are not quantized"
     assert isinstance(down, QuantizedWeight), "down is not quantized"
     rows = coded_rows(x_TK, gate_up, quantized, is_coded)

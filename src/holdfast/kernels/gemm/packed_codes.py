@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from holdfast.quant.packed_blocks import E2M1_VALUES, NONLINEAR_VALUES
-from holdfast.quant.packed_schemes import PackedScheme
 
 CHUNK_COLUMNS = 256
 """Columns that are decoded between two steps of a pipeline: a block of the K types."""
@@ -49,17 +48,7 @@ CODE_ROWS: Mapping[str, CodeRow] = {
     "int4": CodeRow("nibbles", 8),
     "int4_zeros": CodeRow("nibbles", has_offset=True),
 }
-"""By family; "int" of 4 bits with and without zero points."""
-
-
-def code_key(scheme: PackedScheme) -> str | None:
-    """Return the scheme's row; None if it has none."""
-    if scheme.order_groups:
-        return None
-    if scheme.family == "int":
-        is_regular = scheme.bits == 4 and scheme.group_columns % 32 == 0 and scheme.middle in (0, 8)
-        return None if not is_regular else "int4_zeros" if scheme.has("zeros") else "int4"
-    return scheme.family if scheme.family in CODE_ROWS else None
+"""By `code_key` of kernels/packed_kernels.py."""
 
 
 class Half(NamedTuple):

@@ -69,6 +69,19 @@ def _multiply_on_gpu(
     return None
 
 
+def takes_packed_gate(x_TK: Tensor, weight: PackedWeight) -> bool:
+    """Return True if tiles multiply these rows by gate and up at once: both are packed alike."""
+    part, *others = weight.parts
+    return not others and packed_mma.takes(x_TK, part.scheme, weight.is_invariant)
+
+
+def packed_gate(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out_TI: Tensor) -> Tensor:
+    """Compute silu(gate) * up of rows that `takes_packed_gate` accepts; gates are the upper half of the weight."""
+    (part,) = weight.parts
+    room = weight.room if weight.room is not None else own_room(part, x_TK)
+    return packed_mma.packed_mma(x_TK, part, bias_N, out_TI, room, gated=True)
+
+
 def own_room(part: PackedPart, x_TK: Tensor) -> Tensor:
     """Return scratch for a product outside of an engine."""
     dtype = str(x_TK.dtype).removeprefix("torch.")

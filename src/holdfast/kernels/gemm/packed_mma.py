@@ -12,24 +12,33 @@ rows programs share the parts, and the last one adds them in order; with more ro
 results are batch invariant.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import e4m3_value
 from holdfast.kernels.gemm.packed_codes import (
     CHUNK_COLUMNS,
     CODE_ROWS,
     EVEN_ODD_ASM,
     code_base,
-    code_key,
     decode_registers,
     decode_texts,
 )
 from holdfast.kernels.gemm.packed_dequantize import named_planes
+from holdfast.kernels.gemm.packed_tiles import _block_pairs
 from holdfast.kernels.operation import pdl_flags
-from holdfast.kernels.packed_kernels import ARRIVED_BYTES, MMA_ROWS, MOST_SPLIT_ROWS, packed_splits
+from holdfast.kernels.packed_kernels import (
+    ARRIVED_BYTES,
+    MMA_ROWS,
+    MOST_SPLIT_ROWS,
+    PARTIAL_BYTES,
+    code_key,
+    has_tiles,
+    packed_splits,
+)
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.packed_weight import PackedPart
@@ -39,6 +48,8 @@ from holdfast.quant.packed_weight import PackedPart
 
 MOST_ROWS = 512
 """Above, a dequantized piece and cuBLAS take less time."""
+SHARED_BYTES, PROGRAM_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor of Hopper, and what CUDA keeps of it for each program."""
 CHUNK = kernel_constant(CHUNK_COLUMNS)
 EVEN_ODD = kernel_constant(EVEN_ODD_ASM)
 WAIT = kernel_constant("griddepcontrol.wait; // $0")
@@ -46,89 +57,153 @@ MEET = kernel_constant("bar.sync 0; // $0")
 LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
-class MmaForm(NamedTuple):
-    """Rows of a block, and chunks in flight."""
+class RowBlocks(NamedTuple):
+    """Rows of experts' products: blocks of pairs of token and expert (kernels/moe/routing.py)."""
 
+    order: int
+    """One of ORDERS."""
+    pairs: Tensor
+    experts: Tensor
+    num_blocks: int
     block_m: int
-    num_stages: int
+    sub_blocks: int
+    """Blocks of a launch in a block of pairs."""
+    num_tokens: int
+    top_k: int
+    num_pairs: int
 
 
-def row_form(num_rows: int) -> tuple[int, bool, bool]:
-    """Return the rows of a block, if parts are shared, and if the rows are few: the specialization for the number of rows."""
-    return block_rows(num_rows), num_rows <= MOST_SPLIT_ROWS, num_rows <= MOST_ROWS
+ORDERS = ("pairs", "searched", "sorted")
+"""Rows of a block of experts: one pair, an expert's pairs among all, or those that are sorted."""
+SEARCHED, SORTED = (kernel_constant(ORDERS.index(name)) for name in ("searched", "sorted"))
+MOST_BLOCK_ROWS = 64
 
 
 def block_rows(num_rows: int) -> int:
-    return next((rows for rows in (8, 16, 32) if num_rows <= rows), 64)
+    """Return the rows of a block."""
+    return next((rows for rows in (8, 16, 32) if num_rows <= rows), MOST_BLOCK_ROWS)
 
 
-def mma_form(num_rows: int, chunk_bytes: int) -> MmaForm:
-    """Return the launch: as many stages as let three programs of few rows, or two of many, share a multiprocessor."""
-    block_m = block_rows(num_rows)
+def row_form(num_rows: int) -> tuple[int, bool, bool]:
+    """Return the rows of a block, if programs can share parts, and if tiles take the rows: what specializes a kernel."""
+    return block_rows(num_rows), num_rows <= MOST_SPLIT_ROWS, num_rows <= MOST_ROWS
+
+
+def num_stages(block_m: int, chunk_bytes: int, scale_bytes: int) -> int:
+    """Return the chunks in shared memory: at least three, if three programs or else two can share a multiprocessor."""
     stage = MMA_ROWS * chunk_bytes + 2 * CHUNK_COLUMNS * block_m
-    room = (72 if block_m <= 16 else 108) * 1024
-    return MmaForm(block_m, max(2, min(4, room // stage)))
+    found = [(SHARED_BYTES // programs - PROGRAM_BYTES - scale_bytes) // stage for programs in (3, 2)]
+    return max(2, min(4, next((stages for stages in found if stages >= 3), found[-1])))
 
 
-def takes_scheme(scheme: PackedScheme, size_k: int) -> bool:
-    """Return True if the tiles decode a scheme and rows of this width."""
-    key = code_key(scheme)
-    if key is None:
-        return False
-    unit = 256 if scheme.unit_columns == 256 else 64 if key == "nvfp4" else 32
-    return size_k % unit == 0
-
-
-def takes(x_TK: Tensor, scheme: PackedScheme, is_invariant: bool = False) -> bool:
-    """Return True if these tiles take the rows, on a GPU with mma.sync of bfloat16 and cp.async.
-
-    If `is_invariant`, they take any number of rows.
-    """
+def takes_rows(x_TK: Tensor) -> bool:
+    """Return True for rows on a GPU with mma.sync of bfloat16 and cp.async."""
     return (
         gl is not None
         and x_TK.is_cuda
         and x_TK.dtype in (torch.bfloat16, torch.float16)
-        and (is_invariant or x_TK.shape[0] <= MOST_ROWS)
         and x_TK.stride(0) % 16 == 0
-        and takes_scheme(scheme, x_TK.shape[1])
         and torch.cuda.get_device_capability(x_TK.device)[0] >= 8
     )
 
 
+def takes(x_TK: Tensor, scheme: PackedScheme, is_invariant: bool = False) -> bool:
+    """Return True if these tiles take the rows; if `is_invariant`, any number of them."""
+    is_few = is_invariant or x_TK.shape[0] <= MOST_ROWS
+    return is_few and takes_rows(x_TK) and has_tiles(scheme, x_TK.shape[1])
+
+
 def packed_mma(
-    x_TK: Tensor, part: PackedPart, bias_N: Tensor | None, out_TN: Tensor, room_X: Tensor, matrix: int = 0
+    x_TK: Tensor,
+    part: PackedPart,
+    bias_N: Tensor | None,
+    out_TN: Tensor,
+    room_X: Tensor,
+    matrix: int = 0,
+    gated: bool = False,
+    form: GateForm = SILU_HALVES,
 ) -> Tensor:
-    """Multiply rows by one matrix of a part, plus a bias, into `out_TN`, in its type. `room_X` begins with zeroed counters."""
-    (num_rows, size_k), size_n, scheme = x_TK.shape, part.num_rows, part.scheme
-    key = code_key(scheme)
-    assert key is not None, f"{scheme.title} has no row of codes"
-    row, planes = CODE_ROWS[key], named_planes(part)
-    codes = planes["codes"]
-    per_byte = scheme.plane("codes").columns
-    chunk_bytes = CHUNK_COLUMNS // per_byte + row.extra_bytes
-    form = mma_form(num_rows, chunk_bytes)
-    splits = packed_splits(size_n, size_k)
-    num_blocks, num_row_blocks = -(-size_n // MMA_ROWS), -(-num_rows // form.block_m)
-    is_shared = splits > 1 and num_rows <= MOST_SPLIT_ROWS
-    if is_shared:
-        needed = ARRIVED_BYTES + 4 * splits * num_rows * size_n
-        assert needed <= room_X.numel(), f"{room_X.numel()} bytes of scratch for {needed}"
-        assert 4 * num_blocks <= ARRIVED_BYTES, f"{num_blocks} counters"
+    """Multiply rows by one matrix of a part, plus a bias, into `out_TN`, in its type. `room_X` begins with zeroed counters.
+
+    If `gated`, the rows of the matrix are gates and ups, as `form` says.
+    """
+    num_rows, size_n = x_TK.shape[0], out_TN.shape[1]
+    assert part.num_rows == size_n * (2 if gated else 1), f"{part.shape=} {out_TN.shape=} {gated=}"
+    splits, block_m = packed_splits(part.num_rows, x_TK.shape[1]), block_rows(num_rows)
+    width = -(-part.num_rows // MMA_ROWS) * MMA_ROWS
+    is_shared = splits > 1 and num_rows <= MOST_SPLIT_ROWS and 4 * splits * block_m * width <= PARTIAL_BYTES
+    needed = ARRIVED_BYTES + (4 * splits * num_rows * width if is_shared else 0)
+    assert needed <= room_X.numel(), f"{room_X.numel()} bytes of scratch for {needed}"
+    assert 4 * (width // MMA_ROWS) <= ARRIVED_BYTES or not is_shared, f"{width} rows have more blocks than counters"
     arrived, partials = room_X[:ARRIVED_BYTES].view(torch.int32), room_X[ARRIVED_BYTES:].view(torch.float32)
-    scales = planes["scales"]
-    packed_mma_kernel[(num_row_blocks, num_blocks, splits if is_shared else 1)](
-        x_TK, codes.view(torch.uint8), (planes[row.extra] if row.extra else codes).view(torch.int32),
+    grid = -(-num_rows // block_m), width // MMA_ROWS, splits if is_shared else 1
+    numbers = num_rows, x_TK.stride(0), out_TN.stride(0), size_n, matrix * part.num_rows, 1 if is_shared else splits
+    flags = {
+        "IS_DENSE": True, "ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits,
+        "IS_SHARED": is_shared,
+    }  # fmt: skip
+    _launch(
+        grid, x_TK, part, bias_N, out_TN, (partials, arrived, arrived, arrived), numbers, block_m, flags, gated, form
+    )
+    return out_TN
+
+
+def packed_experts(
+    x_XK: Tensor,
+    part: PackedPart,
+    bias_EN: Tensor | None,
+    out_PN: Tensor,
+    blocks: RowBlocks,
+    gated: bool,
+    form: GateForm,
+) -> Tensor:
+    """Multiply each pair's row by the matrix of its expert, plus its bias, into its row of `out_PN`; others stay."""
+    assert part.num_rows == out_PN.shape[1] * (2 if gated else 1), f"{part.shape=} {out_PN.shape=} {gated=}"
+    grid = blocks.num_blocks * blocks.sub_blocks, -(-part.num_rows // MMA_ROWS), 1
+    numbers = blocks.num_tokens, x_XK.stride(0), out_PN.stride(0), out_PN.shape[1], 0, 1
+    flags = {
+        "IS_DENSE": False, "ORDER": blocks.order, "TOP_K": blocks.top_k, "PAIRS_PER_ROW": blocks.num_pairs // len(x_XK),
+        "SUB_BLOCKS": blocks.sub_blocks, "NUM_SPLITS": 1, "IS_SHARED": False,
+    }  # fmt: skip
+    tensors = out_PN, blocks.experts, blocks.pairs, blocks.experts
+    _launch(grid, x_XK, part, bias_EN, out_PN, tensors, numbers, blocks.block_m, flags, gated, form)
+    return out_PN
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    x_XK: Tensor,
+    part: PackedPart,
+    bias: Tensor | None,
+    out_XN: Tensor,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    block_m: int,
+    flags: dict[str, Any],
+    gated: bool,
+    form: GateForm,
+) -> None:
+    """Launch the kernel with the planes of a part."""
+    scheme, planes, size_k = part.scheme, named_planes(part), x_XK.shape[1]
+    assert has_tiles(scheme, size_k), f"{scheme.title} with {size_k} columns"
+    key = code_key(scheme) or ""
+    row, is_bfloat16 = CODE_ROWS[key], x_XK.dtype == torch.bfloat16
+    codes, scales, per_byte = planes["codes"], planes["scales"], scheme.plane("codes").columns
+    group = min(scheme.group_columns or CHUNK_COLUMNS, CHUNK_COLUMNS)
+    scale_bytes = 4 * MMA_ROWS * (CHUNK_COLUMNS // group) * (2 if row.has_offset else 1)
+    packed_mma_kernel[grid](
+        x_XK, codes.view(torch.uint8), (planes[row.extra] if row.extra else codes).view(torch.int32),
         scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales,
         *(planes.get(name, scales) for name in ("mins", "zeros", "d", "dmin", "second")),
-        out_TN if bias_N is None else bias_N, out_TN, partials, arrived,
-        num_rows, x_TK.stride(0), out_TN.stride(0), matrix * size_n, 1 if is_shared else splits,
-        KEY=key, KIND=row.kind, ASM=decode_texts(key, x_TK.dtype == torch.bfloat16), REGISTERS=decode_registers(row.kind),
-         BASE=code_base(key, x_TK.dtype == torch.bfloat16), HAS_OFFSET=row.has_offset,
-        EXTRA=row.extra_bytes, CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_N=size_n, SIZE_K=size_k, GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0,
-        SECOND=scheme.second, HAS_BIAS=bias_N is not None, NUM_SPLITS=splits, IS_SHARED=is_shared,
-        BLOCK_M=form.block_m, BLOCK_N=MMA_ROWS, NUM_STAGES=form.num_stages, num_warps=4, **pdl_flags(x_TK),
+        out_XN if bias is None else bias, out_XN, *tensors, *numbers,
+        KEY=key, KIND=row.kind, ASM=decode_texts(key, is_bfloat16), REGISTERS=decode_registers(row.kind),
+        BASE=code_base(key, is_bfloat16), HAS_OFFSET=row.has_offset, EXTRA=row.extra_bytes,
+        CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_K=size_k,
+        GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0, SECOND=scheme.second,
+        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
+        NUM_STAGES=num_stages(block_m, CHUNK_COLUMNS // per_byte + row.extra_bytes, scale_bytes), num_warps=4,
+        **flags, **form.flags(gated), **pdl_flags(x_XK),
     )  # fmt: skip
-    return out_TN
 
 
 @gluon_jit
@@ -195,30 +270,30 @@ def _keep_scales(
 
 @gluon_jit
 def _begin_chunk(
-    p_codes, p_extra, b_codes_rows, b_extra_rows, s_codes, s_extra, i_chunk, KIND: constexpr, SIZE_K: constexpr,
+    p_codes, p_extra, b_codes_rows, b_extra_rows, s_codes, s_extra, i_chunk, end, SIZE_K: constexpr,
     CODE_BYTES: constexpr, EXTRA: constexpr,
 ):  # fmt: skip
-    """Start to copy a chunk's codes to shared memory: zeros after the last column."""
+    """Start to copy a chunk's codes to shared memory: zeros from column `end` on."""
     codes: constexpr = gl.BlockedLayout([1, 16], [4 * 128 // CODE_BYTES, CODE_BYTES // 16], [gl.num_warps(), 1], [1, 0])
     PER_BYTE: constexpr = CHUNK // CODE_BYTES
     o_b = i_chunk * CODE_BYTES + gl.arange(0, CODE_BYTES, gl.SliceLayout(0, codes))[None, :]
     p_c = p_codes + b_codes_rows[:, None] * (SIZE_K // PER_BYTE) + o_b
-    hopper.async_copy.async_copy_global_to_shared(s_codes, p_c, mask=o_b < SIZE_K // PER_BYTE)
+    hopper.async_copy.async_copy_global_to_shared(s_codes, p_c, mask=o_b < end // PER_BYTE)
     if EXTRA > 0:
         # Words: a row of fifth bits may begin at any of them.
         extra: constexpr = gl.BlockedLayout([1, 4], [32 * 16 // EXTRA, EXTRA // 16], [gl.num_warps(), 1], [1, 0])
         WORDS: constexpr = SIZE_K * EXTRA // (4 * CHUNK)
         o_w = i_chunk * (EXTRA // 4) + gl.arange(0, EXTRA // 4, gl.SliceLayout(0, extra))[None, :]
         p_e = p_extra + b_extra_rows[:, None] * WORDS + o_w
-        hopper.async_copy.async_copy_global_to_shared(s_extra, p_e, mask=o_w < WORDS)
+        hopper.async_copy.async_copy_global_to_shared(s_extra, p_e, mask=o_w < end * EXTRA // (4 * CHUNK))
 
 
 @gluon_jit
-def _begin_rows(p_x, b_rows, m_rows, s_x, i_chunk, SIZE_K: constexpr):
-    """Start to copy a chunk of a block's inputs: zeros for padding and after the last column."""
+def _begin_rows(p_x, b_rows, m_rows, s_x, i_chunk, end):
+    """Start to copy a chunk of a block's inputs: zeros for padding and from column `end` on."""
     rows: constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     o_k = i_chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, rows))[None, :]
-    m_x = m_rows[:, None] & (o_k < SIZE_K)
+    m_x = m_rows[:, None] & (o_k < end)
     hopper.async_copy.async_copy_global_to_shared(s_x, p_x + b_rows[:, None] + o_k, mask=m_x)
 
 
@@ -385,14 +460,48 @@ def _multiply_chunk(
     return b_y
 
 
+@gluon_jit
+def _weight_rows(o_t, i_n, size_n, GATED: constexpr, INTERLEAVED: constexpr):
+    """Return rows of the weight of a tile's rows, at most the last. If gated, of 16 rows eight are gates and eight their ups."""
+    if GATED:
+        o_n = gl.minimum(i_n // 2 + o_t // 16 * 8 + o_t % 8, size_n - 1)
+        if INTERLEAVED:
+            b_rows = 2 * o_n + o_t // 8 % 2
+        else:
+            b_rows = o_n + o_t // 8 % 2 * size_n
+    else:
+        b_rows = gl.minimum(i_n + o_t, size_n - 1)
+    return b_rows
+
+
+@gluon_jit
+def _expert_block(
+    p_pairs, p_experts, num_tokens, ORDER: constexpr, TOP_K: constexpr, SUB_BLOCKS: constexpr, BLOCK_M: constexpr
+):
+    """Return the expert of a block, -1 for none, and its pairs, -1 for padding."""
+    i_block = gl.program_id(0)
+    o_m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    if ORDER == SEARCHED:
+        expert, b_pairs = _block_pairs(p_pairs, p_experts, i_block, num_tokens, o_m, False, TOP_K, BLOCK_M)
+    else:
+        expert = gl.load(p_experts + i_block // SUB_BLOCKS)
+        if ORDER == SORTED:
+            b_pairs = gl.load(p_pairs + i_block * BLOCK_M + o_m)
+        else:
+            b_pairs = gl.where(o_m == 0, i_block, -1)
+    return expert, b_pairs
+
+
 @gluon_jit_counting("num_rows", "first_row", "num_parts")
 def packed_mma_kernel(
     p_x, p_codes, p_extra, p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, p_bias, p_out, p_partials, p_arrived,
-    num_rows, x_stride, out_stride, first_row, num_parts,
-    KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_N: constexpr, SIZE_K: constexpr,
-    GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr, CODE_BYTES: constexpr,
-    HAS_BIAS: constexpr, NUM_SPLITS: constexpr, IS_SHARED: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
-    NUM_STAGES: constexpr, PDL: constexpr,
+    p_pairs, p_experts, num_rows, x_stride, out_stride, size_n, first_row, num_parts,
+    KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_K: constexpr,
+    GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr,
+    CODE_BYTES: constexpr, HAS_BIAS: constexpr, IS_DENSE: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
+    SUB_BLOCKS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
+    NUM_SPLITS: constexpr, IS_SHARED: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, NUM_STAGES: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     TYPE: constexpr = p_x.dtype.element_ty
     NUM_WARPS: constexpr = gl.num_warps()
@@ -403,21 +512,36 @@ def packed_mma_kernel(
     STEP: constexpr = GROUP if GROUP < CHUNK else CHUNK
     NUM_SCALES: constexpr = CHUNK // STEP
     scaled: constexpr = gl.BlockedLayout([NUM_SCALES, 1], [1, 32], [1, NUM_WARPS], [0, 1])
+    lines: constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     NUM_CHUNKS: constexpr = (SIZE_K + CHUNK - 1) // CHUNK
     PART_CHUNKS: constexpr = (NUM_CHUNKS + NUM_SPLITS - 1) // NUM_SPLITS
-    i_m = gl.program_id(0) * BLOCK_M
+    weight_rows = size_n * (2 if GATED else 1)
     i_n = gl.program_id(1) * BLOCK_N
-    base_row = first_row.to(gl.int64)
+    if IS_DENSE:
+        base_row = first_row.to(gl.int64)
+        o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied_rows))
+        m_rows = o_m < num_rows
+        b_rows = gl.minimum(o_m, num_rows - 1).to(gl.int64) * x_stride
+    else:
+        if PDL:
+            gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+        expert, b_pairs = _expert_block(p_pairs, p_experts, num_rows, ORDER, TOP_K, SUB_BLOCKS, BLOCK_M)
+        if expert < 0:
+            return
+        base_row = expert.to(gl.int64) * weight_rows
+        b_taken = gl.convert_layout(b_pairs, gl.SliceLayout(1, copied_rows))
+        m_rows = b_taken >= 0
+        b_rows = (gl.maximum(b_taken, 0) // PAIRS_PER_ROW).to(gl.int64) * x_stride
     # Rows after the last output read the last again.
-    b_copied = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), SIZE_N - 1)
-    b_scaled = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scaled)), SIZE_N - 1)
+    o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
+    b_copied = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
+    o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scaled))
+    b_scaled = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
     b_extra = b_copied
     if EXTRA > 0:
         extra: constexpr = gl.BlockedLayout([1, 4], [32 * 16 // EXTRA, EXTRA // 16], [NUM_WARPS, 1], [1, 0])
-        b_extra = base_row + gl.minimum(i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, extra)), SIZE_N - 1)
-    o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied_rows))
-    m_rows = o_m < num_rows
-    b_rows = gl.minimum(o_m, num_rows - 1).to(gl.int64) * x_stride
+        o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, extra))
+        b_extra = base_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
     s_codes = gl.allocate_shared_memory(
         gl.uint8, [NUM_STAGES, BLOCK_N, CODE_BYTES], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     )
@@ -425,12 +549,10 @@ def packed_mma_kernel(
     s_x = gl.allocate_shared_memory(
         TYPE, [NUM_STAGES, BLOCK_M, CHUNK], gl.SwizzledSharedLayout(32 if HALF == 1 else 16, 1, 8, [1, 0])
     )
-    s_scales = gl.allocate_shared_memory(gl.float32, [2, NUM_SCALES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    s_scales = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, BLOCK_N], lines)
     s_offsets = s_scales
     if HAS_OFFSET:
-        s_offsets = gl.allocate_shared_memory(
-            gl.float32, [2, NUM_SCALES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        )
+        s_offsets = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, BLOCK_N], lines)
     s_extra = s_codes
     if EXTRA > 0:
         s_extra = gl.allocate_shared_memory(
@@ -439,24 +561,39 @@ def packed_mma_kernel(
     o_offset = gl.arange(0, 16, gl.SliceLayout(0, weight)) // 4 * 4
     b_ones = gl.full([BLOCK_N, 16], 1.0, TYPE, weight)
     b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    for i_part in range(num_parts):
-        first = (gl.program_id(2) + i_part) * PART_CHUNKS
-        last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
-        for i in gl.static_range(NUM_STAGES - 1):
-            _begin_chunk(
-                p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i,
-                KIND, SIZE_K, CODE_BYTES, EXTRA,
-            )  # fmt: skip
-        b_s, b_c, b_d, b_dmin = _raw_scales(
-            p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
-        )
+    # Weights are constants, so their first chunks may come before the wait.
+    first = gl.program_id(2) * PART_CHUNKS
+    last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
+    end = gl.minimum(last * CHUNK, SIZE_K)
+    for i in gl.static_range(NUM_STAGES - 1):
+        _begin_chunk(
+            p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i, end,
+            SIZE_K, CODE_BYTES, EXTRA,
+        )  # fmt: skip
+    b_s, b_c, b_d, b_dmin = _raw_scales(
+        p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
+    )
+    if IS_DENSE:  # noqa: SIM102 a flag of its own, which tests follow
         if PDL:
-            # Weights are constants, so their first chunks may come before.
             gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+    for i_part in range(num_parts):
+        if i_part > 0:
+            first += PART_CHUNKS
+            last = gl.minimum(first + PART_CHUNKS, NUM_CHUNKS)
+            end = gl.minimum(last * CHUNK, SIZE_K)
+            for i in gl.static_range(NUM_STAGES - 1):
+                _begin_chunk(
+                    p_codes, p_extra, b_copied, b_extra, s_codes.index(i), s_extra.index(i), first + i, end,
+                    SIZE_K, CODE_BYTES, EXTRA,
+                )  # fmt: skip
+            b_s, b_c, b_d, b_dmin = _raw_scales(
+                p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K,
+                GROUP,
+            )  # fmt: skip
         for i in gl.static_range(NUM_STAGES - 1):
-            _begin_rows(p_x, b_rows, m_rows, s_x.index(i), first + i, SIZE_K)
+            _begin_rows(p_x, b_rows, m_rows, s_x.index(i), first + i, end)
             hopper.async_copy.commit_group()
-        _keep_scales(b_s, b_c, b_d, b_dmin, s_scales.index(0), s_offsets.index(0), KEY, SECOND, BASE, HAS_OFFSET)
+        _keep_scales(b_s, b_c, b_d, b_dmin, s_scales, s_offsets, KEY, SECOND, BASE, HAS_OFFSET)
         b_y = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
         slot = 0
         free_slot = NUM_STAGES - 1
@@ -464,16 +601,15 @@ def packed_mma_kernel(
             hopper.async_copy.wait_group(NUM_STAGES - 2)
             i_next = i_chunk + NUM_STAGES - 1
             _begin_chunk(
-                p_codes, p_extra, b_copied, b_extra, s_codes.index(free_slot), s_extra.index(free_slot), i_next,
-                KIND, SIZE_K, CODE_BYTES, EXTRA,
+                p_codes, p_extra, b_copied, b_extra, s_codes.index(free_slot), s_extra.index(free_slot), i_next, end,
+                SIZE_K, CODE_BYTES, EXTRA,
             )  # fmt: skip
-            _begin_rows(p_x, b_rows, m_rows, s_x.index(free_slot), i_next, SIZE_K)
+            _begin_rows(p_x, b_rows, m_rows, s_x.index(free_slot), i_next, end)
             hopper.async_copy.commit_group()
             b_s, b_c, b_d, b_dmin = _raw_scales(
                 p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, i_chunk + 1, scaled, NUM_SCALES, KEY,
                 SIZE_K, GROUP,
             )  # fmt: skip
-            turn = (i_chunk - first) % 2
             s_rows = s_x.index(slot)
             if HALF == 1:
                 s_rows = s_rows._reinterpret(gl.int32, [BLOCK_M, CHUNK // 2], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
@@ -483,21 +619,10 @@ def packed_mma_kernel(
                     gl.uint8, [BLOCK_N, EXTRA], gl.SwizzledSharedLayout(16, 128 // EXTRA, EXTRA // 16, [1, 0])
                 )
             b_y = _multiply_chunk(
-                b_y, s_codes.index(slot), s_bits, s_rows, s_scales.index(turn), s_offsets.index(turn), o_offset[None, :],
-                b_ones, KIND, HALF, GROUP, HAS_OFFSET, TYPE, ASM, REGISTERS,
+                b_y, s_codes.index(slot), s_bits, s_rows, s_scales, s_offsets, o_offset[None, :], b_ones,
+                KIND, HALF, GROUP, HAS_OFFSET, TYPE, ASM, REGISTERS,
             )  # fmt: skip
-            _keep_scales(
-                b_s,
-                b_c,
-                b_d,
-                b_dmin,
-                s_scales.index(1 - turn),
-                s_offsets.index(1 - turn),
-                KEY,
-                SECOND,
-                BASE,
-                HAS_OFFSET,
-            )
+            _keep_scales(b_s, b_c, b_d, b_dmin, s_scales, s_offsets, KEY, SECOND, BASE, HAS_OFFSET)
             slot = gl.where(slot == NUM_STAGES - 1, 0, slot + 1)
             free_slot = gl.where(free_slot == NUM_STAGES - 1, 0, free_slot + 1)
         hopper.async_copy.wait_group(0)
@@ -505,13 +630,14 @@ def packed_mma_kernel(
     if PDL:
         # Release late: programs of the next kernel would take occupancy from this one.
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
-    o_n = i_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
-    o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
-    m_y = (o_n < SIZE_N)[:, None] & (o_m < num_rows)[None, :]
-    o_y = o_m.to(gl.int64)[None, :] * SIZE_N + o_n[:, None]
+    o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
     if IS_SHARED:
-        size = num_rows.to(gl.int64) * SIZE_N
-        gl.store(p_partials + gl.program_id(2) * size + o_y, b_all, mask=m_y)
+        o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+        m_partial = (o_t < BLOCK_N)[:, None] & (o_m < num_rows)[None, :]
+        width = (weight_rows + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        size = num_rows.to(gl.int64) * width
+        o_partial = o_m.to(gl.int64)[None, :] * width + (i_n + o_t)[:, None]
+        gl.store(p_partials + gl.program_id(2) * size + o_partial, b_all, mask=m_partial)
         gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)  # Triton 3.6 has no name for it
         arrived = gl.atomic_add(p_arrived + gl.program_id(1), 1, sem="acq_rel")
         if arrived != NUM_SPLITS - 1:
@@ -519,8 +645,23 @@ def packed_mma_kernel(
         gl.store(p_arrived + gl.program_id(1), 0)
         b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
         for i in gl.static_range(NUM_SPLITS):
-            b_all += gl.load(p_partials + i * size + o_y, mask=m_y, other=0.0, cache_modifier=".cg")
+            b_all += gl.load(p_partials + i * size + o_partial, mask=m_partial, other=0.0, cache_modifier=".cg")
     if HAS_BIAS:
-        b_all += gl.load(p_bias + gl.minimum(o_n, SIZE_N - 1)).to(gl.float32)[:, None]
-    o_y = o_m.to(gl.int64)[None, :] * out_stride + o_n[:, None]
-    gl.store(p_out + o_y, b_all.to(p_out.dtype.element_ty), mask=m_y)
+        o_bias = base_row - first_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
+        b_bias = gl.load(p_bias + o_bias)
+        b_all += b_bias.to(gl.float32)[:, None]
+    if GATED:
+        b_gate, b_up = gl.split(b_all.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))
+        b_all = gated_numbers(b_gate, b_up, LIMIT, IS_SCALED).reshape((BLOCK_N // 2, BLOCK_M))
+    NUM_OUTPUTS: constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    stored: constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NUM_WARPS], [0, 1])
+    b_all = gl.convert_layout(b_all.to(p_out.dtype.element_ty), stored)
+    o_n = gl.program_id(1) * NUM_OUTPUTS + gl.arange(0, NUM_OUTPUTS, gl.SliceLayout(1, stored))
+    if IS_DENSE:
+        o_row = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+        m_row = o_row < num_rows
+    else:
+        o_row = gl.convert_layout(b_pairs, gl.SliceLayout(0, stored))
+        m_row = o_row >= 0
+    o_y = o_row.to(gl.int64)[None, :] * out_stride + o_n[:, None]
+    gl.store(p_out + o_y, b_all, mask=(o_n < size_n)[:, None] & m_row[None, :])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.activation import gate_up_product
+from holdfast.kernels.gemm import packed_mma
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
 from holdfast.kernels.gemm.packed_linear import packed_linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
@@ -17,19 +18,48 @@ from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
 from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from holdfast.kernels.operation import operation
+from holdfast.kernels.packed_kernels import has_tiles
 from holdfast.quant.packed_weight import PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 
 def expert_linear_triton(product: ExpertProduct, is_coded: bool = False) -> Tensor:
-    """Launch one GEMV per pair, or a grouped GEMM over sorted pairs; packed weights take the reference."""
+    """Launch one GEMV per pair, or a grouped GEMM over sorted pairs; packed weights take tiles, or else the reference."""
     if isinstance(product.weight, PackedWeight):
-        return expert_linear_reference(product, is_coded)
+        return packed_expert_linear(product) if takes_packed(product) else expert_linear_reference(product, is_coded)
     buffers = _checked_buffers(product)
     rows = buffers if buffers is None or is_coded else quantize_rows(product.x_XK, buffers)
     launch = expert_gemv if product.order.block_rows == 1 else grouped_gemm
     return launch(product._replace(quantized=rows))
+
+
+def takes_packed(product: ExpertProduct) -> bool:
+    """Return True if tiles multiply these packed experts: gate and up are packed alike, and tiles take their codes."""
+    weight, x_XK = product.weight, product.x_XK
+    assert isinstance(weight, PackedWeight), "the weight is packed"
+    part, *others = weight.parts
+    return not others and packed_mma.takes_rows(x_XK) and has_tiles(part.scheme, x_XK.shape[1])
+
+
+def packed_expert_linear(product: ExpertProduct) -> Tensor:
+    """Launch tiles over pairs, each alone or with the others of its expert."""
+    x_XK, weight, order, out_PN, gated, _, bias_EN, form = product
+    assert isinstance(weight, PackedWeight), "the weight is packed"
+    product.check()
+    if not order.num_pairs:
+        return out_PN
+    ids_TS = order.expert_ids_TS
+    block_m, kind = 8, packed_mma.ORDERS.index("pairs")
+    if order.block_rows > 1:
+        block_m = min(order.block_rows, packed_mma.MOST_BLOCK_ROWS)
+        kind = packed_mma.ORDERS.index("sorted" if order.is_sorted else "searched")
+    tensors = (order.pairs_BR, order.block_experts_B) if order.is_sorted and order.block_rows > 1 else (ids_TS, ids_TS)
+    blocks = packed_mma.RowBlocks(
+        kind, *tensors, order.num_blocks, block_m, max(1, order.block_rows // block_m), len(ids_TS), order.top_k,
+        order.num_pairs,
+    )  # fmt: skip
+    return packed_mma.packed_experts(x_XK, weight.parts[0], bias_EN, out_PN, blocks, gated, form)
 
 
 def expert_linear_reference(product: ExpertProduct, is_coded: bool = False) -> Tensor:
