@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.native_library import NATIVE_CODES, native_for, native_library
+from holdfast.layers.mlp import RMSNorm
 from holdfast.quant.packed_tiles import TILE_SCHEMES, TILE_TYPES, input_bytes
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -95,6 +96,10 @@ class NormWeights(NamedTuple):
     weight_H: Tensor
     eps: float
     offset: float
+
+    @classmethod
+    def of(cls, norm: RMSNorm) -> "NormWeights":
+        return cls(norm.weight_H, norm.eps, norm.offset)
 
 
 class HeadPlaces(NamedTuple):
