@@ -56,7 +56,7 @@ KERNEL_TARGET = 0.95
 DUMMY = "TinyLlama-1.1B"
 MODELS = {"135m-q4_1": "135M Q4_1", "135m-q4_0": "135M Q4_0", "135m-q8_0": "135M Q8_0", "1b-q4_k": "1B Q4_K_M"}
 TARGETS = {"135M": {"batch 1": 0.75, "batch 8": 0.9}, "1B": {"batch 1": 0.9, "batch 8": 0.9, "prefill 512": 0.8}}
-PROMPT, STEPS, PREFILL, CONTEXT, SEQUENCES = 64, 32, 512, 1024, 8
+PROMPT, PREFILL, CONTEXT, SEQUENCES = 64, 512, 1024, 8
 PROCESS = "python and torch"
 MEMORY_TARGET = 1.3
 
@@ -87,6 +87,7 @@ class Bench(NamedTuple):
     peer: Peer
     rounds: int
     threads: int
+    num_steps: int
     clock: Callable[[], float]
 
 
@@ -252,9 +253,9 @@ def write_random_model(folder: Path) -> Path:
 class OurModel:
     """Holdfast with a model file."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], num_steps: int) -> None:
         self.llm = LLM(model=str(path), max_model_len=CONTEXT, max_num_seqs=SEQUENCES, max_num_batched_tokens=PREFILL)
-        self._clock = clock
+        self._clock, self._num_steps = clock, num_steps
         self._num_prefills = 0
 
     @property
@@ -273,7 +274,7 @@ class OurModel:
         prompts = [[1000 + i + sequence for i in range(PROMPT)] for sequence in range(num_sequences)]
         self._seconds(prompts, 1)
         first = self._seconds(prompts, 1)
-        return (self._seconds(prompts, 1 + STEPS) - first) / STEPS
+        return (self._seconds(prompts, 1 + self._num_steps) - first) / self._num_steps
 
     def _seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
@@ -285,13 +286,13 @@ class OurModel:
 
 def measure_model(bench: Bench, name: str, path: Path) -> list[dict[str, Any]]:
     """Time decode and prefill of one file by turns, and compare bytes."""
-    peer, ours = bench.peer, OurModel(path, bench.clock)
+    peer, ours = bench.peer, OurModel(path, bench.clock, bench.num_steps)
     buffers: dict[str, float] = peer("hold_model", path=str(path), threads=bench.threads, most_tokens=CONTEXT)
     found = [compared_memory(name, ours.planned_mib, buffers)]
     turns: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         f"batch {count}": (
             partial(ours.decode, count),
-            partial(peer, "decode", num_sequences=count, num_prompt=PROMPT, num_steps=STEPS),
+            partial(peer, "decode", num_sequences=count, num_prompt=PROMPT, num_steps=bench.num_steps),
         )
         for count in (1, SEQUENCES)
     }
@@ -339,6 +340,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--parts", default="kernels,models", help="kernels, models or both")
     parser.add_argument("--only", default="", help="a regular expression that names of rows match")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=32, help="of decode in a round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--folder", type=Path, default=None, help="where model files are made and kept")
@@ -358,7 +360,7 @@ def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace)
     )
     model = "SmolLM2-135M-Instruct, and a Llama of 1.1B with random weights"
     command = ["python", f"benchmarks/{Path(__file__).name}", "--llama", "PYTHON"]
-    command += ["--threads", str(options.threads), "--clock", options.clock]
+    command += ["--threads", str(options.threads), "--clock", options.clock, "--steps", str(options.steps)]
     record = bench_record.make_record(model, settings, list(merged.values()), command, section=SECTION)
     record["versions"] = {**bench_record.versions(), "llama-cpp-python": version}
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -372,7 +374,7 @@ def main() -> None:
     if version is None:
         sys.exit(f"llama.cpp is not there: {options.llama} does not import llama_cpp")
     torch.set_num_threads(options.threads)
-    bench = Bench(Peer(options.llama), options.rounds, options.threads, CLOCKS[options.clock])
+    bench = Bench(Peer(options.llama), options.rounds, options.threads, options.steps, CLOCKS[options.clock])
     bench.peer("set_clock", name=options.clock)
     rows, parts = [], options.parts.split(",")
     with tempfile.TemporaryDirectory() as scratch:
