@@ -5,6 +5,7 @@ It reads one JSON object a line and answers with one. It imports nothing of Hold
 
 import ctypes
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ TYPES = {
     "MXFP4": 39,
 }
 F32 = 0
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+clock = CLOCKS["wall"]
 POINTER = ctypes.c_void_p
 
 
@@ -128,9 +131,9 @@ class Product:
         seconds = []
         ggml.backend_graph_compute(self.backend, graph)
         for _ in range(rounds):
-            began = time.perf_counter()
+            began = clock()
             ggml.backend_graph_compute(self.backend, graph)
-            seconds.append((time.perf_counter() - began) / self.copies)
+            seconds.append((clock() - began) / self.copies)
         result = np.empty((len(x), size_n), np.float32)
         ggml.backend_tensor_get(outputs[0], result.ctypes.data, 0, result.nbytes)
         ggml.backend_buffer_free(buffer)
@@ -146,8 +149,11 @@ class Model:
     """A model file, with its context."""
 
     def __init__(self, path: str, threads: int, most_tokens: int) -> None:
-        llama_cpp.llama_log_set(_SILENT, None)
+        LOG.clear()
+        llama_cpp.llama_log_set(_KEEP, None)
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError("".join(LOG[-3:]))
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = 8 * most_tokens
         parameters.n_batch = parameters.n_ubatch = 512
@@ -156,6 +162,17 @@ class Model:
         parameters.n_threads = parameters.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, parameters)
         self.batch = llama_cpp.llama_batch_init(512, 0, 1)
+
+    @property
+    def buffer_mib(self) -> dict[str, float]:
+        """MiB of its buffers by kind, as it logged them: model, KV, compute, output."""
+        found: dict[str, float] = {}
+        for kind, size in re.findall(r"(model|KV|compute|output) buffer size =\s*([0-9.]+) MiB", "".join(LOG)):
+            # Repacked tensors are listed again beside the mapped file, whose pages they free.
+            found[kind] = (
+                max(found.get(kind, 0.0), float(size)) if kind == "model" else found.get(kind, 0.0) + float(size)
+            )
+        return found
 
     def prefill(self, num_tokens: int) -> float:
         """Return the seconds of one prompt in one step, with the logits of its last token."""
@@ -185,12 +202,12 @@ class Model:
             self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
 
     def _decode(self) -> float:
-        began = time.perf_counter()
+        began = clock()
         code = llama_cpp.llama_decode(self.context, self.batch)
         llama_cpp.llama_synchronize(self.context)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
-        return time.perf_counter() - began
+        return clock() - began
 
     def close(self) -> None:
         llama_cpp.llama_batch_free(self.batch)
@@ -198,9 +215,14 @@ class Model:
         llama_cpp.llama_model_free(self.model)
 
 
+LOG: list[str] = []
+"""What llama.cpp logged since the last model."""
+
+
 @llama_cpp.llama_log_callback
-def _SILENT(level: int, text: bytes, data: object) -> None:  # noqa: N802
-    """Drop what llama.cpp logs."""
+def _KEEP(level: int, text: bytes, data: object) -> None:  # noqa: N802
+    """Keep what llama.cpp logs."""
+    LOG.append(text.decode(errors="replace"))
 
 
 def quantize(kind: str, source: str, size_n: int, size_k: int, target: str) -> int:
@@ -212,13 +234,9 @@ def quantize(kind: str, source: str, size_n: int, size_k: int, target: str) -> i
     return used
 
 
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def main() -> None:
     """Answer requests until the input ends."""
+    global clock
     held: Any = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -226,6 +244,8 @@ def main() -> None:
         answer: object = None
         if action == "version":
             answer = llama_cpp.__version__
+        elif action == "set_clock":
+            clock = CLOCKS[request["name"]]
         elif action == "quantize":
             answer = quantize(**request)
         elif action == "hold_product":
@@ -239,7 +259,7 @@ def main() -> None:
             answer = seconds
         elif action == "hold_model":
             held = Model(**request)
-            answer = resident_bytes()
+            answer = held.buffer_mib
         elif action == "prefill":
             answer = held.prefill(**request)
         elif action == "decode":

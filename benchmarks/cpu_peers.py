@@ -1,13 +1,12 @@
 """Compare products and models of GGUF blocks with llama.cpp on this CPU: python benchmarks/cpu_peers.py --llama PYTHON
 
 PYTHON is an interpreter that imports llama_cpp (llama-cpp-python, built for this processor). Both engines take the same
-file and the same number of threads in one run, by turns; figures are medians. The record is
-benchmarks/records/<cpu>-<date>-cpu-peers.json; rows of parts that did not run stay as they were.
+file and the same number of threads in one run, by turns; figures are medians. On a machine with other work, `--clock cpu --threads 1` counts seconds of the processor
+instead. The record is benchmarks/records/<cpu>-<date>-cpu-peers.json; rows of parts that did not run stay as they were.
 """
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -15,32 +14,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-THREADS = 2
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+import gpu_records
+import numpy as np
+import torch
+from dummy_models import write_dummy_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
-import gpu_records  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from dummy_models import write_dummy_model  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-
-from holdfast import LLM, SamplingParams  # noqa: E402
-from holdfast.cli import bench_record  # noqa: E402
-from holdfast.cli.app import run as run_command  # noqa: E402
-from holdfast.kernels.load.place_planes import arrange_tiles  # noqa: E402
-from holdfast.kernels.native_library import native_library  # noqa: E402
-from holdfast.loading.gguf.dequantize import split  # noqa: E402
-from holdfast.loading.model_files import find_default_model  # noqa: E402
-from holdfast.quant.packed_schemes import BLOCK_SCHEMES  # noqa: E402
-from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, TILE_TYPES, input_bytes  # noqa: E402
+from holdfast import LLM, SamplingParams
+from holdfast.cli import bench_record
+from holdfast.cli.app import run as run_command
+from holdfast.kernels.load.place_planes import arrange_tiles
+from holdfast.kernels.native_library import native_library
+from holdfast.loading.gguf.dequantize import split
+from holdfast.loading.model_files import find_default_model
+from holdfast.quant.packed_schemes import BLOCK_SCHEMES
+from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, TILE_TYPES, input_bytes
 
 PEER = Path(__file__).parent / "cpu_packed_peer.py"
 SECTION = "cpu-peers"
 ROUNDS = 5
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 COLD_BYTES = 96 << 20
 """Bytes of a weight's copies, so that decode reads memory and not a cache."""
 MOST_COPIES = 64
@@ -58,7 +56,8 @@ KERNEL_TARGET = 0.95
 DUMMY = "TinyLlama-1.1B"
 MODELS = {"135m-q4_1": "135M Q4_1", "135m-q4_0": "135M Q4_0", "135m-q8_0": "135M Q8_0", "1b-q4_k": "1B Q4_K_M"}
 TARGETS = {"135M": {"batch 1": 0.75, "batch 8": 0.9}, "1B": {"batch 1": 0.9, "batch 8": 0.9, "prefill 512": 0.8}}
-PROMPT, STEPS, PREFILL, CONTEXT = 64, 32, 512, 1024
+PROMPT, PREFILL, CONTEXT, SEQUENCES = 64, 512, 1024, 8
+PROCESS = "python and torch"
 MEMORY_TARGET = 1.3
 
 
@@ -80,6 +79,16 @@ class Peer:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait()
+
+
+class Bench(NamedTuple):
+    """llama.cpp, and how both engines are measured."""
+
+    peer: Peer
+    rounds: int
+    threads: int
+    num_steps: int
+    clock: Callable[[], float]
 
 
 class Product(NamedTuple):
@@ -126,7 +135,9 @@ def our_tiles(product: Product, blocks: Path) -> torch.Tensor:
     return torch.stack([first] * product.num_copies)
 
 
-def our_run(product: Product, tiles: torch.Tensor, x: torch.Tensor) -> tuple[Callable[[], float], torch.Tensor]:
+def our_run(
+    bench: Bench, product: Product, tiles: torch.Tensor, x: torch.Tensor
+) -> tuple[Callable[[], float], torch.Tensor]:
     """Return a function that times a product by every copy and returns the seconds of one, and the result."""
     library = native_library()
     assert library is not None, "there is no C library"
@@ -137,31 +148,32 @@ def our_run(product: Product, tiles: torch.Tensor, x: torch.Tensor) -> tuple[Cal
 
     def measure() -> float:
         places = out.data_ptr(), room.data_ptr()
-        began = time.perf_counter()
+        began = bench.clock()
         for weight in weights:
             library.holdfast_packed_linear(x.data_ptr(), weight, 0, *places, *sizes)
-        return (time.perf_counter() - began) / len(weights)
+        return (bench.clock() - began) / len(weights)
 
     return measure, out
 
 
-def measure_kernel(peer: Peer, product: Product, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def measure_kernel(bench: Bench, product: Product, folder: Path) -> list[dict[str, Any]]:
     """Time one weight with every number of rows, by turns, and compare the results."""
+    peer = bench.peer
     blocks = blocks_of(peer, product, folder)
     tiles = our_tiles(product, blocks)
     sizes = {"size_n": product.size_n, "size_k": product.size_k, "copies": product.num_copies}
-    peer("hold_product", kind=product.kind, blocks=str(blocks), threads=THREADS, **sizes)
+    peer("hold_product", kind=product.kind, blocks=str(blocks), threads=bench.threads, **sizes)
     found = []
     for num_rows in KERNEL_ROWS:
         if product.name == "head" and num_rows > 8:
             continue  # a prompt takes logits of one row
         x = torch.randn(num_rows, product.size_k, generator=torch.Generator().manual_seed(2))
         (folder / "x").write_bytes(x.numpy().tobytes())
-        measure, out = our_run(product, tiles, x)
+        measure, out = our_run(bench, product, tiles, x)
         request = {"x": str(folder / "x"), "rows": num_rows, "result": str(folder / "y")}
         measure()
         ours, theirs = [], []
-        for _ in range(rounds):
+        for _ in range(bench.rounds):
             theirs += peer("run_product", **request, rounds=1)
             ours.append(measure())
         other = torch.from_numpy(np.fromfile(folder / "y", np.float32)).view_as(out)
@@ -194,7 +206,6 @@ def model_file(name: str, folder: Path) -> Path:
     """Return a model's file; make it in the folder unless it is there."""
     if name == "135m-q4_1":
         return find_default_model()
-        return locate_model(None).path
     path = folder / f"{name}.gguf"
     if not path.exists():
         size, _, kind = name.partition("-")
@@ -242,9 +253,16 @@ def write_random_model(folder: Path) -> Path:
 class OurModel:
     """Holdfast with a model file."""
 
-    def __init__(self, path: Path, **options: Any) -> None:  # noqa: ANN401 options of LLM
-        self.llm = LLM(model=str(path), max_model_len=CONTEXT, max_num_seqs=8, **options)
+    def __init__(self, path: Path, clock: Callable[[], float], num_steps: int) -> None:
+        self.llm = LLM(model=str(path), max_model_len=CONTEXT, max_num_seqs=SEQUENCES, max_num_batched_tokens=PREFILL)
+        self._clock, self._num_steps = clock, num_steps
         self._num_prefills = 0
+
+    @property
+    def planned_mib(self) -> dict[str, float]:
+        """MiB of the plan by owner, without Python and torch, and without what only loading holds."""
+        rows = (row for row in self.llm.memory.rows if row.owner != PROCESS and "serve" in row.phases)
+        return {row.owner: round(row.planned_bytes / 2**20, 2) for row in rows}
 
     def prefill(self) -> float:
         """Return the seconds of a new prompt, with its first token."""
@@ -256,39 +274,53 @@ class OurModel:
         prompts = [[1000 + i + sequence for i in range(PROMPT)] for sequence in range(num_sequences)]
         self._seconds(prompts, 1)
         first = self._seconds(prompts, 1)
-        return (self._seconds(prompts, 1 + STEPS) - first) / STEPS
+        return (self._seconds(prompts, 1 + self._num_steps) - first) / self._num_steps
 
     def _seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         requests: Any = [{"prompt_token_ids": ids} for ids in prompts]
-        began = time.perf_counter()
+        began = self._clock()
         self.llm.generate(requests, params, use_tqdm=False)
-        return time.perf_counter() - began
+        return self._clock() - began
 
 
-def measure_model(peer: Peer, name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
-    """Time decode and prefill of one file, by turns."""
-    ours = OurModel(path)
-    before = peer("resident")
-    after = peer("hold_model", path=str(path), threads=THREADS, most_tokens=CONTEXT)
-    targets = TARGETS[name.partition(" ")[0]]
-    plans: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+def measure_model(bench: Bench, name: str, path: Path) -> list[dict[str, Any]]:
+    """Time decode and prefill of one file by turns, and compare bytes."""
+    peer, ours = bench.peer, OurModel(path, bench.clock, bench.num_steps)
+    buffers: dict[str, float] = peer("hold_model", path=str(path), threads=bench.threads, most_tokens=CONTEXT)
+    found = [compared_memory(name, ours.planned_mib, buffers)]
+    turns: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         f"batch {count}": (
-            lambda count=count: ours.decode(count),
-            lambda count=count: peer("decode", num_sequences=count, num_prompt=PROMPT, num_steps=STEPS),
+            partial(ours.decode, count),
+            partial(peer, "decode", num_sequences=count, num_prompt=PROMPT, num_steps=bench.num_steps),
         )
-        for count in (1, 8)
+        for count in (1, SEQUENCES)
     }
-    plans[f"prefill {PREFILL}"] = (ours.prefill, lambda: peer("prefill", num_tokens=PREFILL))
-    found = []
-    for what, (mine, other) in plans.items():
-        mine(), other()
-        turns = [(mine(), other()) for _ in range(rounds)]
-        seconds = [[turn[i] for turn in turns] for i in (0, 1)]
-        found.append(compared(f"{name}: {what}", "ms", *seconds, targets.get(what), 1e3))
+    turns[f"prefill {PREFILL}"] = (ours.prefill, partial(peer, "prefill", num_tokens=PREFILL))
+    targets = TARGETS[name.partition(" ")[0]]
+    for what, engines in turns.items():
+        for engine in engines:
+            engine()
+        seconds = [[engine() for engine in engines] for _ in range(bench.rounds)]
+        mine, theirs = ([pair[i] for pair in seconds] for i in (0, 1))
+        found.append(compared(f"{name}: {what}", "ms", mine, theirs, targets.get(what), 1e3))
     peer("drop")
-    del before, after
     return found
+
+
+def compared_memory(name: str, ours: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]:
+    """Return a row of MiB: the plan of one engine, and the buffers of the other."""
+    mine, other = sum(ours.values()), sum(theirs.values())
+    row = {
+        "measure": f"{name}: memory",
+        "unit": "MiB",
+        "values": {"holdfast": round(mine, 1), "llama.cpp": round(other, 1)},
+        "ratio": round(mine / other, 3),
+        "most": MEMORY_TARGET,
+        "parts": {"holdfast": ours, "llama.cpp": theirs},
+    }
+    print(f"{row['measure']}: {row['values']} MiB, {row['ratio']}x (at most {MEMORY_TARGET})", flush=True)
+    return row
 
 
 def llama_version(python: str) -> str | None:
@@ -308,6 +340,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--parts", default="kernels,models", help="kernels, models or both")
     parser.add_argument("--only", default="", help="a regular expression that names of rows match")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=32, help="of decode in a round")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--folder", type=Path, default=None, help="where model files are made and kept")
     parser.add_argument("--out", type=Path, default=gpu_records.ROOT / gpu_records.RECORDS, help="folder of the record")
     return parser.parse_args()
@@ -318,9 +353,14 @@ def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace)
     path = options.out / gpu_records.record_name(bench_record.cpu_name(), SECTION, bench_record.today())
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     merged = {row["measure"]: row for row in (*kept, *rows)}
-    settings = f"{THREADS} threads, GGUF blocks as stored, 8-bit activations in both engines, context {CONTEXT} by 8"
+    clock = ", seconds of the processor on a machine with other work" if options.clock == "cpu" else ""
+    settings = (
+        f"{options.threads} threads, GGUF blocks as stored, 8-bit activations in both engines, "
+        f"{SEQUENCES} sequences of {CONTEXT} tokens{clock}"
+    )
     model = "SmolLM2-135M-Instruct, and a Llama of 1.1B with random weights"
     command = ["python", f"benchmarks/{Path(__file__).name}", "--llama", "PYTHON"]
+    command += ["--threads", str(options.threads), "--clock", options.clock, "--steps", str(options.steps)]
     record = bench_record.make_record(model, settings, list(merged.values()), command, section=SECTION)
     record["versions"] = {**bench_record.versions(), "llama-cpp-python": version}
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -333,8 +373,10 @@ def main() -> None:
     version = llama_version(options.llama)
     if version is None:
         sys.exit(f"llama.cpp is not there: {options.llama} does not import llama_cpp")
-    torch.set_num_threads(THREADS)
-    peer, rows, parts = Peer(options.llama), [], options.parts.split(",")
+    torch.set_num_threads(options.threads)
+    bench = Bench(Peer(options.llama), options.rounds, options.threads, options.steps, CLOCKS[options.clock])
+    bench.peer("set_clock", name=options.clock)
+    rows, parts = [], options.parts.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,11 +384,11 @@ def main() -> None:
             for name, (size_n, size_k) in shapes.items():
                 product = Product(model, kind, name, size_n, size_k)
                 if re.search(options.only, f"{kind}, {model}'s {name}"):
-                    rows += measure_kernel(peer, product, Path(scratch), options.rounds)
+                    rows += measure_kernel(bench, product, Path(scratch))
         for key, name in MODELS.items() if "models" in parts else ():
             if re.search(options.only, name):
-                rows += measure_model(peer, name, model_file(key, folder), options.rounds)
-    peer.close()
+                rows += measure_model(bench, name, model_file(key, folder))
+    bench.peer.close()
     write(rows, version, options)
 
 

@@ -15,22 +15,22 @@ import torch
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.distributed.exchange import Exchange
 from holdfast.families.grouped.layer import GroupedBuffers
+from holdfast.families.grouped.native_layer import NativeStep
 from holdfast.families.latent.layer import LatentBuffers
 from holdfast.families.state.layer import StateBuffers, StateLayer
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
-from holdfast.kernels.native_layer import NativeStep
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
-from holdfast.models import activations, fused_decode, native_layers
+from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request, StepRequests
 from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
-from holdfast.models.native_layers import NativeLayers
+from holdfast.models.native_layers import native_layers
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.packed_weight import AnyWeight
@@ -142,7 +142,7 @@ class LayerStack(StepWorkspace):
         )
         self.fused = self._fused_decode() if parts.takes_fused_decode else None
         """The fused decode path; None if no step takes it."""
-        self.native = None if native_layers.declined(self.layers) else NativeLayers(self.layers)
+        self.native = native_layers(self.layers)
         """Layers as one call of C each; None if some layer is not of this kind."""
 
     @property

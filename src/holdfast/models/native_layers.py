@@ -5,13 +5,15 @@ one rank.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.grouped.layer import GroupedAttentionLayer, GroupedBuffers
 from holdfast.families.grouped.native_backend import NativePagedAttention
-from holdfast.kernels.native_layer import (
+from holdfast.families.grouped.native_layer import (
     GroupPlaces,
+    HeadPlaces,
     NativeLayer,
     NativeStep,
     NormWeights,
@@ -24,16 +26,23 @@ from holdfast.models.model import Stream
 from holdfast.quant.packed_weight import PackedWeight
 
 
+class Operands(NamedTuple):
+    """What a layer computes with."""
+
+    norms: tuple[NormWeights, NormWeights]
+    products: Products
+    heads: HeadPlaces
+    backend: NativePagedAttention
+
+
 class NativeLayers:
     """One call for each layer; `begin` collects the addresses of a step once for all layers."""
 
-    def __init__(self, layers: Sequence[DecoderLayer[Any]]) -> None:
-        """Take layers for which `declined` returns None."""
-        attentions = [layer.attention for layer in layers]
-        self._backend: NativePagedAttention = attentions[0].backend
-        self._layers = [NativeLayer(*_operands(layer, index)) for index, layer in enumerate(layers)]
-        weights = [product.weight_NK for layer in layers for product in (*layer.attention.products, layer.mlp.down)]
-        self._room = next((one.room for one in weights if isinstance(one, PackedWeight)), None)
+    def __init__(self, operands: Sequence[Operands]) -> None:
+        self._backend = operands[0].backend
+        self._layers = [NativeLayer(one.norms, one.products, one.heads) for one in operands]
+        weights = [weight for one in operands for weight, _ in one.products]
+        self._room = next((weight.room for weight in weights if isinstance(weight, PackedWeight)), None)
 
     @property
     def is_watched(self) -> bool:
@@ -59,28 +68,35 @@ class NativeLayers:
 
 def declined(layers: Sequence[DecoderLayer[Any]]) -> str | None:
     """Return None, or why the layers run part by part."""
-    for index, layer in enumerate(layers):
-        attention, mlp = layer.attention, layer.mlp
-        if not isinstance(attention, GroupedAttentionLayer) or not isinstance(attention.backend, NativePagedAttention):
-            return "attention is not over plain pages in C"
-        if attention.has_output_gate:
-            return "outputs of attention are gated"
-        if layer.attn_out_norm is not None or layer.mlp_out_norm is not None:
-            return "outputs of blocks are normed"
-        if not isinstance(layer.attn_norm, RMSNorm) or not isinstance(layer.mlp_norm, RMSNorm):
-            return "norms are no RMSNorms"
-        if not isinstance(mlp, GatedMLP) or mlp.activation != "silu" or mlp.limit is not None:
-            return "the MLP is not gated by silu alone"
-        if any(type(product) is not Linear for product in (*attention.products, mlp.gate_up, mlp.down)):
-            return "ranks share products"
-        if (why := unsupported(*_operands(layer, index))) is not None:
-            return why
-    return None if layers else "there are no layers"
+    return next((one for one in map(_operands, count(), layers) if isinstance(one, str)), None)
 
 
-def _operands(layer: DecoderLayer[Any], index: int) -> tuple[Any, Products, Any]:
+def native_layers(layers: Sequence[DecoderLayer[Any]]) -> NativeLayers | None:
+    """Return the layers as calls of C; None if one of them cannot be one."""
+    operands = [one for one in map(_operands, count(), layers) if isinstance(one, Operands)]
+    return NativeLayers(operands) if operands and len(operands) == len(layers) else None
+
+
+def _operands(index: int, layer: DecoderLayer[Any]) -> Operands | str:
+    """Return the operands of a layer, or why it is not one call."""
     attention, mlp = layer.attention, layer.mlp
-    norms = tuple(NormWeights(one.weight_H, one.eps, one.offset) for one in (layer.attn_norm, layer.mlp_norm))
-    products = (*attention.products, mlp.gate_up, mlp.down)
-    heads = attention.backend.places(index, attention.head_norm, attention.rotary)
-    return norms, Products(*((one.weight_NK, one.bias_N) for one in products)), heads
+    if not isinstance(attention, GroupedAttentionLayer) or not isinstance(attention.backend, NativePagedAttention):
+        return "attention is not over plain pages in C"
+    if attention.has_output_gate:
+        return "outputs of attention are gated"
+    if layer.attn_out_norm is not None or layer.mlp_out_norm is not None:
+        return "outputs of blocks are normed"
+    if not isinstance(layer.attn_norm, RMSNorm) or not isinstance(layer.mlp_norm, RMSNorm):
+        return "norms are no RMSNorms"
+    if not isinstance(mlp, GatedMLP) or mlp.activation != "silu" or mlp.limit is not None:
+        return "the MLP is not gated by silu alone"
+    products = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+    if any(type(product) is not Linear for product in products):
+        return "ranks share products"
+    operands = Operands(
+        (NormWeights.of(layer.attn_norm), NormWeights.of(layer.mlp_norm)),
+        Products(*((product.weight_NK, product.bias_N) for product in products)),
+        attention.backend.places(index, attention.head_norm, attention.rotary),
+        attention.backend,
+    )
+    return unsupported(*operands[:3]) or operands

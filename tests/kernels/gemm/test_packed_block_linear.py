@@ -17,6 +17,7 @@ from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme
 from holdfast.quant.packed_tiles import TILE_SCHEMES, TILE_TYPES, input_bytes
 from holdfast.quant.tile_values import arrange_reference, fill_tiles, planes_of_tiles
 from holdfast.quant.weight_schemes import PackedActivations
+from kernels.emulated import PROCESSORS, emulated
 from kernels.exactness import EPSILON, companies, island, num_threads, random, same_bits
 from kernels.tile_cases import compiled_with, random_planes, random_tiles, tiles_of, variants
 from red_zones import RedZones
@@ -130,6 +131,22 @@ def test_every_instruction_set_gives_equal_bits(title, activations, variant, mon
     monkeypatch.setattr(module, "native_for", lambda *tensors: library)
     assert same_bits(run(x, weight, activations, bias), results[0])
     assert same_bits(run(x[:1], weight, activations), results[1])
+
+
+@pytest.mark.each_pair
+@TYPES
+@ACTIVATIONS
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_emulated_processor_gives_equal_bits(title, activations, processor, monkeypatch):
+    size_k = columns(title, 352)
+    x, weight, bias = random(11, size_k), random_tiles(title, 48, size_k), random(48, seed=3)
+    x[2, :32], x[3] = 0.0, x[3] * 1e-30
+    rows = (slice(0, 11), slice(0, 1), slice(4, 7))
+    results = [run(x[some], weight, activations, bias) for some in rows]
+    library = emulated(PROCESSORS[processor])
+    monkeypatch.setattr(module, "native_for", lambda *tensors: library)
+    for some, result in zip(rows, results, strict=True):
+        assert same_bits(run(x[some], weight, activations, bias), result)
 
 
 @pytest.mark.each_value

@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "a.yes": True,
     "a.no": False,
     "a.texts": ["", "x", "Ġé"],
+    "a.nothing": [],
     "a.flags": [True, False, True],
     "a.kinds": array("i", [1, -2, 3]),
     "a.scores": array("f", [0.0, -1.5]),
@@ -76,3 +77,8 @@ def test_stored_metadata_of_a_file_is_written_unchanged(tmp_path):
 def test_encode_value_keeps_bytes_that_are_no_utf8():
     raw = b"\xff\xc3"
     assert encode_value([raw.decode("utf-8", "surrogateescape")]).endswith(raw)
+
+
+def test_encode_value_empty_list_holds_strings():
+    # llama.cpp refuses a tokenizer whose merges are of another type.
+    assert encode_value([]) == encode_value(["x"])[:8] + bytes(8)

@@ -9,11 +9,11 @@ import torch
 
 from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.native_layer import HeadPlaces
 from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.native_layer import HeadPlaces
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 // A whole decoder layer in one call: RMSNorm, fused projection, heads into pages, attention, output projection, RMSNorm, MLP.
 //
 // It calls the kernels that the layer's parts call one by one, on the same buffers, so its bits are theirs. The structs are
-// those of kernels/native_layer.py.
+// those of families/grouped/native_layer.py.
 #include <string.h>
 
 #include "kernels.h"

@@ -42,7 +42,10 @@ class PlacedTensor(NamedTuple):
 
 
 def encode_value(value: GGUFValue) -> bytes:
-    """Return the type and the bytes of a value: strings, bools, u32, f32, and arrays of these, i32 and f32."""
+    """Return the type and the bytes of a value: strings, bools, u32, f32, and arrays of these, i32 and f32.
+
+    An empty list holds strings: a tokenizer without merges has one.
+    """
     if isinstance(value, str):
         return _number(U32, STRING) + encode_string(value)
     if isinstance(value, bool):
@@ -55,7 +58,7 @@ def encode_value(value: GGUFValue) -> bytes:
     if isinstance(value, array):
         item = ARRAY_TYPES[value.typecode]
         return start + _number(U32, item) + _count(len(value)) + struct.pack(f"<{len(value)}{value.typecode}", *value)
-    if all(isinstance(item, bool) for item in value):
+    if value and all(isinstance(item, bool) for item in value):
         return start + _number(U32, BOOL) + _count(len(value)) + bytes(map(bool, value))
     strings = b"".join(encode_string(item) for item in value if isinstance(item, str))
     return start + _number(U32, STRING) + _count(len(value)) + strings

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, num_turned_pairs
 from holdfast.kernels.native_library import NATIVE_CODES, native_for, native_library
+from holdfast.layers.mlp import RMSNorm
 from holdfast.quant.packed_tiles import TILE_SCHEMES, TILE_TYPES, input_bytes
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -59,7 +60,10 @@ class LayerStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
         *((name, _DOUBLE) for name in ("head_eps", "head_offset")),
         *((name, _POINTER) for name in ("cosine", "sine", "sinks", "k_plane", "v_plane")),
-        *((name, _INT) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_pairs", "page_tokens", "window")),
+        *(
+            (name, _INT)
+            for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_pairs", "page_tokens", "window")
+        ),
         *((name, _DOUBLE) for name in ("scale", "softcap")),
     ]
 
@@ -95,6 +99,10 @@ class NormWeights(NamedTuple):
     weight_H: Tensor
     eps: float
     offset: float
+
+    @classmethod
+    def of(cls, norm: RMSNorm) -> "NormWeights":
+        return cls(norm.weight_H, norm.eps, norm.offset)
 
 
 class HeadPlaces(NamedTuple):
