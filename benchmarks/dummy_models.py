@@ -84,8 +84,8 @@ TEXT = "text_config"
 
 def tiny_settings(name: str) -> dict[str, Any]:
     """Return settings that make a catalogue model tiny."""
-    config = find_model(name)[1]
-    config = config.get(TEXT, config)
+    whole: Mapping[str, Any] = find_model(name)[1]
+    config: Mapping[str, Any] = whole.get(TEXT, whole)
     if "linear_num_key_heads" in config:
         shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}
         return TINY_STATES | (TINY_EXPERTS | shared if "num_experts" in config else {})
@@ -116,7 +116,7 @@ def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:
     """Write a model folder for load_format="dummy"; `settings` replace those of its config.json, or of its text model."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    config = dict(find_model(name)[1])
+    config: dict[str, Any] = dict(find_model(name)[1])
     if TEXT in config:
         config[TEXT] = {**config[TEXT], **settings}
     else:

@@ -23,7 +23,7 @@ from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_c
 from gpu_quantized import generate
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 
-from holdfast.cache.compressed import place_bytes
+from holdfast.cache.places import place_bytes
 from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.families.sparse.spec import SparseAttentionSpec
 

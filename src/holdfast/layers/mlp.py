@@ -151,7 +151,7 @@ class GatedMLP:
     def fuses_gate(self, x_TH: torch.Tensor, buffers: MLPBuffers) -> bool:
         """Return True if gate and up of these rows are one product with the gate in its epilogue."""
         weights = self.gate_up.weight_NK, self.down.weight_NK
-        if isinstance(weights[0], PackedWeight) and self._activation != "silu":
+        if isinstance(weights[0], PackedWeight) and self.activation != "silu":
             return False
         return self.limit is None and self.down.takes_codes and fuses_gate(x_TH, *weights, buffers.quantized)
 
