@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from holdfast.cache.groups import CacheGroup
+from holdfast.cache.states import StateRule
 from holdfast.config import Limits
 from holdfast.eval.quality import Contender
-from holdfast.cache.states import StateRule
 from holdfast.eval.recall import FACTS, RecallTest, _score, cannot_recall, longest_test, make_test, measure_recall
 from holdfast.eval.tasks import read_tasks
 

@@ -21,7 +21,7 @@ CUTS = [(0, 2), (2, 4)]
 
 
 def states_of(built: Built) -> StateStorage:
-    return built.runner.backend.states._states  # noqa: SLF001
+    return built.runner.backend.states._states
 
 
 def heads_of(rank: int, size: int, num_heads: int) -> slice:
