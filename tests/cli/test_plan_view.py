@@ -87,7 +87,7 @@ def test_view_command_given_only_where_it_works() -> None:
     assert other.best_command == "holdfast plan --gpu rtx4060ti-8g --max-model-len 8192"
     ranks = replace(FITTING, mesh=Mesh(tensor_size=2))
     assert "--tensor-parallel-size 2" in (view_of(ranks, None).command or "")
-    hybrid = replace(ranks, declared=plan_request("Qwen3.5-27B").declared)
+    hybrid = replace(ranks, declared=plan_request("gemma-4-31B-it").declared)
     assert view_of(hybrid, None).command is None, "nothing runs it yet"
     quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8" in (view_of(quantized, None).command or "")
@@ -351,7 +351,7 @@ def test_sweep_leaves_out_contradictory_formats() -> None:
 
 
 def test_sweep_unsupported_model_runs_no_cell() -> None:
-    cells = sweep(plan_request("Qwen3.5-27B", "h200"))
+    cells = sweep(plan_request("gemma-4-31B-it", "h200"))
     assert not any(cell.runs for cell in cells)
     assert any(cell.kv_tokens for cell in cells)
 

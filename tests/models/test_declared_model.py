@@ -114,7 +114,7 @@ def test_declare_config_without_architectures_uses_model_type(name: str) -> None
 def test_refuse_planned_only_refuses_families_without_spec() -> None:
     refuse_planned_only(QWEN, "config.json")
     refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
-    for name in ("Mixtral-8x7B-v0.1", "Qwen3.5-27B", "gemma-4-31B-it", "Kimi-K2.5", "Nemotron-3-Nano-30B-A3B"):
+    for name in ("Mixtral-8x7B-v0.1", "gemma-4-31B-it", "Kimi-K2.5", "Nemotron-3-Nano-30B-A3B"):
         with raises_code("architecture.only_planned", UnsupportedModelError):
             refuse_planned_only(CATALOGUE[name], "config.json")
 
@@ -250,6 +250,7 @@ def test_bytes_of_a_token_are_those_that_layers_keep() -> None:
     wanted |= dict.fromkeys(("opt with norms last", "opt without a last norm"), 4 * 2 * 6 * 16 * 2)
     wanted |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), 4 * latent)
     wanted |= {"deepseek_v32": 4 * (latent + index), "glm_moe_dsa": 4 * latent + 2 * index}
+    wanted |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5 by interval", "qwen3_5_moe"), 2 * by_head)
     wanted["deepseek_v4"] = 2 * (entry + index) // 8 + entry // 16
     found = {name: declare_decoder(spec, name).kv_bytes_per_token("bfloat16") for name, (_, spec) in CASES.items()}
     assert found == wanted

@@ -195,9 +195,7 @@ def test_near_tokens_beside_plain_pages_have_no_effect(options) -> None:
     assert "newest" not in plan.kv_note()
 
 
-@pytest.mark.parametrize(
-    "name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Qwen3-Next-80B-A3B-Instruct"]
-)
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Nemotron-3-Nano-30B-A3B"])
 @pytest.mark.parametrize("kv_format", ["auto", "fp8"])
 def test_near_tokens_need_keys_and_values_by_head(name: str, kv_format: str) -> None:
     with raises_code("plan.near_needs_heads", ConfigError, name="kv_near_tokens", value=64, model=name):

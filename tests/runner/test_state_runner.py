@@ -139,3 +139,8 @@ def test_protected_layer_is_one_that_attends(tmp_path: Path) -> None:
     built = build(tmp_path, kv_protected_layers="3,", **options)
     assert [layer.format.name for layer in built.plan.cache.layers] == ["fp8"]  # type: ignore[union-attr]
     assert built.plan.resolved.protected.layers == (3,)
+
+
+def test_protected_layers_by_count_are_those_that_attend(tmp_path: Path) -> None:
+    built = build(tmp_path, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=1, page_tokens=None)
+    assert built.plan.resolved.protected.layers == (3,)
