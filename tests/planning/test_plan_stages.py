@@ -35,8 +35,10 @@ def test_cuts_are_those_of_brute_force(data) -> None:
     budgets = data.draw(st.lists(st.integers(1, 400), min_size=num_stages, max_size=num_stages))
     ends = data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60)))
     shared = data.draw(st.frozensets(st.integers(1, num_layers), max_size=3)) - {num_layers}
+    every = frozenset(range(num_layers))
     unpaged = data.draw(st.frozensets(st.integers(0, num_layers - 1), max_size=5))
     pages = [0 if layer in unpaged else own for layer, own in enumerate(pages)]
+    needed = (every - unpaged, *data.draw(st.sampled_from([(), (unpaged,)])))
 
     def count_pages(stage: int, first: int, last: int) -> int:
         beside = ends[0] * (stage == 0) + ends[1] * (stage == num_stages - 1)
@@ -53,9 +55,10 @@ def test_cuts_are_those_of_brute_force(data) -> None:
     allowed = [
         cuts
         for cuts in every_cut(num_layers, num_stages)
-        if not {first for first, _ in cuts} & shared and all(sum(pages[slice(*layers)]) for layers in cuts)
+        if not {first for first, _ in cuts} & shared
+        and all(own & set(range(*layers)) for layers in cuts for own in needed)
     ]
-    found = best_cuts(num_layers, num_stages, count_pages, weigh, shared, unpaged)
+    found = best_cuts(num_layers, num_stages, count_pages, weigh, shared, needed)
     if not allowed:
         assert found is None
         return

@@ -25,13 +25,13 @@ def best_cuts(
     count_pages: CountPages,
     weigh: Callable[[int, int], int],
     shared_layers: frozenset[int] = frozenset(),
-    unpaged_layers: frozenset[int] = frozenset(),
+    needed: Sequence[frozenset[int]] = (),
 ) -> Cuts | None:
     """Return the layers of each stage; None if there are too few layers. No stage begins with one of `shared_layers`.
 
-    More layers must leave no more pages and weigh no less. A stage needs a layer besides `unpaged_layers`.
+    More layers must leave no more pages and weigh no less. A stage needs a layer of each set in `needed`.
     """
-    rules = shared_layers, unpaged_layers
+    rules = shared_layers, needed
 
     def fewest(first: int, last: int, stage: int) -> int:
         return -count_pages(stage, first, last)
@@ -52,7 +52,7 @@ def _smallest_largest(
     num_stages: int,
     cost: Callable[[int, int, int], int | None],
     shared_layers: frozenset[int],
-    unpaged_layers: frozenset[int],
+    needed: Sequence[frozenset[int]],
 ) -> Cuts | None:
     """Return the cuts that minimize the most expensive stage. A stage whose cost is None is impossible."""
     reached: dict[int, tuple[int | None, Cuts]] = {0: (None, ())}
@@ -65,7 +65,7 @@ def _smallest_largest(
                 continue
             best: tuple[int, Cuts] | None = None
             for first in range(last - 1, stage - 1, -1):
-                if first not in reached or unpaged_layers.issuperset(range(first, last)):
+                if first not in reached or any(layers.isdisjoint(range(first, last)) for layers in needed):
                     continue
                 own = cost(first, last, stage)
                 if own is None or (best is not None and own >= best[0]):
