@@ -21,9 +21,7 @@ def on(part: PackedPart, device: torch.device) -> PackedPart:
 
 
 def test_takes_follows_the_scheme() -> None:
-    assert not any(
-        takes(scheme) for name, scheme in SCHEMES.items() if name.startswith("IQ2") or name.startswith("IQ3")
-    )
+    assert not any(takes(scheme) for name, scheme in SCHEMES.items() if name.startswith(("IQ2", "IQ3")))
     assert not takes(SCHEMES["int4 in order"])
     assert not takes(SCHEMES["plain"])
     assert len(NAMES) == 25
