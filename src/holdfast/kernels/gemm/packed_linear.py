@@ -27,12 +27,12 @@ def packed_linear(x_TK: Tensor, weight: PackedWeight, bias_N: Tensor | None, out
     """Multiply [T, K] by one matrix of a packed weight into `out_TN`, in its type; `matrix` counts stacked experts."""
     if x_TK.shape[0] == 0:
         return out_TN
-    if can_run(x_TK):
+    if can_run(x_TK) or not x_TK.is_cpu:
         for part in weight.parts:
             rows = slice(part.row_start, part.row_start + part.num_rows)
             _multiply_on_gpu(x_TK, part, matrix, None if bias_N is None else bias_N[rows], out_TN[:, rows], weight)
         return out_TN
-    x_TK = x_TK.float() if x_TK.is_cpu else x_TK
+    x_TK = x_TK.float()
     for part in weight.parts:
         rows = slice(part.row_start, part.row_start + part.num_rows)
         bias = None if bias_N is None else bias_N[rows]
@@ -48,10 +48,10 @@ def _multiply_on_gpu(
 ) -> None:
     """Multiply by a part of one matrix: in tiles, or by pieces that a kernel or the reference dequantizes."""
     num_rows, num_columns = part.shape[-2:]
-    if part.scheme.family == "plain":
-        values_XK = part.plane("values").view(-1, num_columns)
-        return _multiply_piece(x_TK, values_XK[matrix * num_rows : (matrix + 1) * num_rows], bias_N, out_TN)
-    by_kernel = packed_dequantize.takes(part.scheme)
+    if part.scheme.family == "plain" and part.planes[0].dtype == x_TK.dtype:
+        values_XK = part.planes[0].view(-1, num_columns)
+        return _multiply_by_cublas(x_TK, values_XK[matrix * num_rows : (matrix + 1) * num_rows], bias_N, out_TN)
+    by_kernel = can_run(x_TK) and packed_dequantize.takes(part.scheme)
     room = weight.room if weight.room is not None else own_room(part, x_TK)
     if packed_mma.takes(x_TK, part.scheme, weight.is_invariant):
         packed_mma.packed_mma(x_TK, part, bias_N, out_TN, room, matrix)
@@ -64,9 +64,22 @@ def _multiply_on_gpu(
             weight_RK = pieces[:size].view(x_TK.dtype).view(end - start, num_columns)
             packed_dequantize.dequantize_piece(part, matrix, (start, end), weight_RK)
         else:
-            weight_RK = _rounded(part, matrix, (start, end), pieces, x_TK.dtype)
-        _multiply_piece(x_TK, weight_RK, None if bias_N is None else bias_N[start:end], out_TN[:, start:end])
+            _, weight_RK = _rounded(part, matrix, (start, end), pieces, x_TK.dtype)
+        bias = None if bias_N is None else bias_N[start:end]
+        _multiply_by_cublas(x_TK, weight_RK, bias, out_TN[:, start:end])
     return None
+
+
+def _multiply_by_cublas(x_TK: Tensor, weight_RK: Tensor, bias_R: Tensor | None, out_TR: Tensor) -> None:
+    """Multiply by rows of a weight into some columns of the result, without memory of its own."""
+    if out_TR.dtype != x_TK.dtype:
+        torch.mm(x_TK, weight_RK.t(), out_dtype=out_TR.dtype, out=out_TR)
+        if bias_R is not None:
+            out_TR.add_(bias_R)
+    elif bias_R is None:
+        torch.mm(x_TK, weight_RK.t(), out=out_TR)
+    else:
+        torch.addmm(bias_R, x_TK, weight_RK.t(), out=out_TR)
 
 
 def takes_packed_gate(x_TK: Tensor, weight: PackedWeight) -> bool:
@@ -107,16 +120,20 @@ def _multiply_part(
     x_TK: Tensor, part: PackedPart, matrix: int, bias_N: Tensor | None, out_TN: Tensor, room: Tensor | None
 ) -> None:
     num_rows, num_columns = part.shape[-2:]
-    step = piece_rows(num_rows, num_columns, x_TK.device.type, part.scheme.row_group)
+    step = piece_rows(num_rows, num_columns, "cpu", part.scheme.row_group)
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
-        weight_RK = _rounded(part, matrix, (start, end), room, out_TN.dtype if x_TK.is_cpu else x_TK.dtype)
+        weight_RK, rounded_RK = _rounded(part, matrix, (start, end), room, out_TN.dtype)
+        if rounded_RK is not weight_RK:
+            weight_RK.copy_(rounded_RK)
         bias = None if bias_N is None else bias_N[start:end]
         _multiply_piece(x_TK, weight_RK, bias, out_TN[:, start:end])
 
 
-def _rounded(part: PackedPart, matrix: int, rows: tuple[int, int], room: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return rows of a part as an expanded weight has them, in `room`."""
+def _rounded(
+    part: PackedPart, matrix: int, rows: tuple[int, int], room: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return rows of a part in float32, and rounded as an expanded weight has them, in `room`."""
     num_rows, num_columns = rows[1] - rows[0], part.shape[-1]
     num_elements = num_rows * num_columns
     device = part.planes[0].device
@@ -124,33 +141,23 @@ def _rounded(part: PackedPart, matrix: int, rows: tuple[int, int], room: Tensor 
     values_RK = room[: 4 * num_elements].view(torch.float32).view(num_rows, num_columns)
     dequantize_rows(part, matrix, rows, values_RK)
     if dtype == torch.float32:
-        return values_RK
+        return values_RK, values_RK
     first = -(-4 * num_elements // 256) * 256
     rounded = room[first : first + dtype.itemsize * num_elements].view(dtype).view(num_rows, num_columns)
-    rounded.copy_(values_RK)
-    return values_RK.copy_(rounded) if device.type == "cpu" else rounded
+    return values_RK, rounded.copy_(values_RK)
 
 
 def _multiply_piece(x_TK: Tensor, weight_RK: Tensor, bias_R: Tensor | None, out_TR: Tensor) -> None:
     """Multiply by rows of a weight into some columns of the result."""
-    if x_TK.is_cpu:
-        bias = None if bias_R is None else bias_R.float()
-        y_TR = torch.empty(x_TK.shape[0], weight_RK.shape[0])
-        library = native_for(x_TK, weight_RK, bias, y_TR)
-        if library is None:
-            y_TR = torch.nn.functional.linear(x_TK, weight_RK, bias)
-        else:
-            pointers = x_TK.data_ptr(), weight_RK.data_ptr(), 0 if bias is None else bias.data_ptr(), y_TR.data_ptr()
-            library.holdfast_linear(*pointers, len(x_TK), *weight_RK.shape)
-        out_TR.copy_(y_TR)
-    elif out_TR.dtype != x_TK.dtype:
-        torch.mm(x_TK, weight_RK.t(), out_dtype=out_TR.dtype, out=out_TR)
-        if bias_R is not None:
-            out_TR.add_(bias_R)
-    elif bias_R is None:
-        torch.mm(x_TK, weight_RK.t(), out=out_TR)
+    bias = None if bias_R is None else bias_R.float()
+    y_TR = torch.empty(x_TK.shape[0], weight_RK.shape[0])
+    library = native_for(x_TK, weight_RK, bias, y_TR)
+    if library is None:
+        y_TR = torch.nn.functional.linear(x_TK, weight_RK, bias)
     else:
-        torch.addmm(bias_R, x_TK, weight_RK.t(), out=out_TR)
+        pointers = x_TK.data_ptr(), weight_RK.data_ptr(), 0 if bias is None else bias.data_ptr(), y_TR.data_ptr()
+        library.holdfast_linear(*pointers, len(x_TK), *weight_RK.shape)
+    out_TR.copy_(y_TR)
 
 
 def lookup_packed(ids_T: Tensor, table: PackedWeight, out_TK: Tensor) -> Tensor:
