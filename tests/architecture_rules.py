@@ -33,7 +33,7 @@ LAYERS = (
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
-    "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling"), ("latent", "moe")),
+    "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling", "state"), ("latent", "moe")),
     "families": (("grouped", "latent"), ("sparse",), ("compressed",), ("",)),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf", "packed"), ("hub", "planning"), ("execution", "quantized"), ("writing",), ("",)),

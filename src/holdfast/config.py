@@ -283,6 +283,11 @@ class EngineConfig:
     """Bytes for KV pages alone, whatever the rest takes."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts and share them with requests that start alike."""
+    state_snapshots: Annotated[int | None, Between(0, 65536)] = None
+    """States of prefixes that models with gated delta nets keep, so that prompts start after cached tokens; 0: no prompt does;
+    None: at least 2, at most a tenth of the bytes of KV pages."""
+    snapshot_tokens: Annotated[int, Between(64, MAX_COUNT)] = 8192
+    """Tokens between two snapshots of a long prompt."""
     batch_invariant: bool = False
     """Refuse to start unless every logit is bitwise independent of what else runs in the step."""
     speculative: Annotated[str | None, parse_speculative] = None

@@ -12,10 +12,9 @@ from holdfast.cache.compressed import (
     WINDOW,
     compressed_cache,
     list_states,
-    place_bytes,
-    state_terms,
 )
 from holdfast.cache.groups import block_tokens, tokens_again, unrewindable
+from holdfast.cache.places import place_bytes, state_terms
 from holdfast.cache.spec import CacheSpec, kv_padding_term
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.memory.ledger import Ledger

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from engine.shadow import Shadow
+from engine.shadow import Shadow, ShadowStates
 from engine.simulated_world import Client, World, first_value, mix, next_token
 from holdfast.request.step import Admitted, RowCopy, Step, StepItem
 
@@ -62,7 +62,9 @@ class Flight:
 
     parts: list[Launched] = field(default_factory=list)
     copies: list[tuple[int, RowCopy]] = field(default_factory=list)
-    """Rows that are there before anything is computed, and whose they are."""
+    """Rows that are there before anything is computed, and whose they are ..."""
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    """... and states: the snapshot and the slot that gets it."""
     has_run: bool = False
 
 
@@ -84,6 +86,8 @@ class FakeDevice:
         self._see_pages = see_pages
         self._rng = rng
         self._last_tokens = [-1] * world.limits.max_num_seqs
+        rule = world.state_rule
+        self.states = None if rule is None else ShadowStates(rule.grid, world.limits.max_num_seqs, rule.num_snapshots)
 
     def launch(self, step: Step) -> None:
         """Takes in what the step tells."""
@@ -95,6 +99,7 @@ class FakeDevice:
         for admitted in step.admitted:
             self._admit(admitted)
         flight = Flight(copies=[(one.sequence_id, copy) for one in step.admitted for copy in one.copies])
+        flight.restored = [(one.state_from, one.slot) for one in step.admitted if one.state_from >= 0]
         for item in step.items:
             assert item.slot in self.slots, f"slot {item.slot} is running, and it is empty"
             part = self._accept(item, self.slots[item.slot])
@@ -125,6 +130,9 @@ class FakeDevice:
             self._compute(now)
 
     def _copy_rows(self, flight: Flight) -> None:
+        for number, slot in flight.restored:
+            assert self.states is not None, f"snapshot {number} of a model without states"
+            self.states.restore(number, slot)
         for sequence_id, copy in flight.copies:
             self._shadow.copy_rows(copy)
             self._see_pages(self._client_of(sequence_id), [copy.target])
@@ -223,6 +231,8 @@ class FakeDevice:
         others += [other.held for flight in self.flights for other in flight.parts if other.held is not part.held]
         if any(copy.source in own for flight in self.flights for _, copy in flight.copies):
             return True
+        if any(number == part.item.state_to for flight in self.flights for number, _ in flight.restored):
+            return True
         return any(page in own and page >= 0 for held in others for table in held.tables for page in table) or any(
             other.source is part for flight in self.flights for other in flight.parts
         )
@@ -236,6 +246,10 @@ class FakeDevice:
         for part in parts:
             if part.source is not None:
                 self._fork(part, part.source)
+        for part in parts:
+            if part.item.state_to >= 0:
+                assert self.states is not None, f"snapshot {part.item.state_to} of a model without states"
+                self.states.keep(part.item.slot, part.item.state_to)
 
     def _fork(self, part: Launched, source: Launched) -> None:
         """Copies what the fork does not share, and chooses from the last row of the source's prompt."""
@@ -245,6 +259,8 @@ class FakeDevice:
             source.tables, part.tables, (source.item.slot, part.item.slot), part.held.num_stored, num_tokens
         )
         self._see_pages(part.client, written)
+        if self.states is not None:
+            self.states.fork(source.item.slot, part.item.slot)
         self._shadow.read(part.tables, part.item.start, num_tokens, part.client.truth, part.client.sequence)
         last = source.item.num_new_tokens - len(source.item.proposals) - 1
         part.chosen = (next_token(source.values[last]),)
@@ -262,7 +278,9 @@ class FakeDevice:
         for token_id in part.tokens:
             value = mix(value, self._last_tokens[item.slot] if token_id is None else token_id)
             values.append(value)
-        written = self._shadow.write(part.tables, item.start, values, item.slot, part.held.num_stored)
+        written = self._shadow.write(part.tables, item.start, values, item.slot, part.held.num_stored, client.truth)
+        if self.states is not None:
+            self.states.advance(item.slot, item.start, values, client.truth, client.sequence)
         self._see_pages(client, written)
         part.chosen, part.values = self._chosen(item, values), values
         if part.chosen:

@@ -381,8 +381,8 @@ def one_that_starts_anew_is_not_released(patch):
 
 @mutant(r"runs up to \d+, and \d+ tokens are known or coming", first_seed=34)
 def outputs_before_a_preemption_are_not_sent(patch):
-    def admitted(sequence, fork_of, copies):
-        reported = real(sequence, fork_of, copies)
+    def admitted(sequence, fork_of, track):
+        reported = real(sequence, fork_of, track)
         return reported._replace(token_ids=reported.token_ids[: reported.num_prompt_tokens])
 
     real = holdfast.engine.scheduler.admitted

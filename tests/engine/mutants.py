@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import holdfast.cache.prefix
+import holdfast.engine.holdings
 import holdfast.engine.scheduler
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.pages import FreeRuns, PagePool
@@ -636,7 +637,7 @@ def holes_are_filled_with_a_page_that_is_not_full(patch):
 
 @mutant("starts inside a page|reads what is not its own|is written and holds a registered prefix", first_seed=2)
 def blocks_have_the_size_of_one_groups_pages(patch):
-    def block_tokens(groups):
+    def block_tokens(groups, grid=1):
         return min((group.page_tokens for group in groups if not group.is_state), default=1)
 
     patch.setattr(holdfast.cache.prefix, "block_tokens", block_tokens)
@@ -664,7 +665,7 @@ def a_state_of_all_tokens_is_hit(patch):
     real = PrefixCache.__init__
     patch.setattr(PrefixCache, "__init__", init)
     patch.setattr(holdfast.cache.prefix, "can_hit", has_rows)
-    patch.setattr(holdfast.engine.scheduler, "can_hit", has_rows)
+    patch.setattr(holdfast.engine.holdings, "can_hit", has_rows)
 
 
 @mutant("sequences hold pages .* times, the pool counts", first_seed=47)

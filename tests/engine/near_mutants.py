@@ -45,7 +45,9 @@ def blocks_are_sliding_windows(patch):
 def a_prefix_ends_inside_a_block(patch):
     real = holdfast.cache.prefix.block_tokens
     patch.setattr(
-        holdfast.cache.prefix, "block_tokens", lambda groups: real([one for one in groups if not one.is_blocked])
+        holdfast.cache.prefix,
+        "block_tokens",
+        lambda groups, grid=1: real([one for one in groups if not one.is_blocked]),
     )
 
 

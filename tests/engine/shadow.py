@@ -5,6 +5,10 @@ finished when the last of them is computed: that token's value, mixed with the g
 group is seen too. The part of a row that is not finished is in the group that keeps a state: the value of the last token,
 at every position but those where the state begins anew.
 
+States outside the pages are in ShadowStates, by place: slots, then snapshots. A state takes the rows of a prompt by chunks of
+the grid, and single rows one by one, in two ways that never give the same. So a prompt that is cut elsewhere has another state.
+There a row after the prompt leaves something else on the pages too: what was computed in another way is no hit.
+
 Where a group says itself that its rows stand for several tokens, the unfinished row is beside the pages, by slot: it is added
 up token by token and begins anew with every row, as compressed attention does it. Rows that overlap go on from what the row
 before gathered. A wrong state makes a wrong row, and rows are read.
@@ -14,10 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.cache.states import StateRule
 from holdfast.request.step import RowCopy
 
 MASK = 2**64 - 1
 ODD = 0x9E3779B97F4A7C15
+LATER = 0x5DEECE66D5DEECE6
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,28 @@ class Pooled:
         return found
 
 
-class Truth:
-    """What each group should hold of one sequence: rows by page, and the value of every token."""
+def chunk_state(state: int, values: Sequence[int]) -> int:
+    """A state after a chunk of a prompt."""
+    for value in values:
+        state = (state * ODD + value) & MASK
+    return (state * ODD + len(values)) & MASK
 
-    def __init__(self, groups: Sequence[ShadowGroup]) -> None:
+
+def row_state(state: int, value: int) -> int:
+    """A state after a single row."""
+    return ((state ^ value) * ODD + 1) & MASK
+
+
+class Truth:
+    """What each group should hold of one sequence: rows by page, the value of every token, the state where it may be cut."""
+
+    def __init__(
+        self, groups: Sequence[ShadowGroup], rule: StateRule | None = None, num_prompt_tokens: int = 0
+    ) -> None:
+        self.states = {0: 0}
+        """By number of tokens."""
+        self._rule, self._num_prompt_tokens = rule, num_prompt_tokens
+        self._state, self._chunk = 0, list[int]()
         self.values: list[int] = []
         self._pooled = [Pooled() for _ in groups]
         self.pages: list[list[list[int]]] = [[] for _ in groups]
@@ -106,6 +130,9 @@ class Truth:
     def append(self, value: int) -> None:
         """One token more."""
         self.values.append(value)
+        value = self.kept(len(self.values) - 1, value)
+        if self._rule is not None:
+            self._add_to_state(value, self._rule.grid)
         for index, own in enumerate(self._groups):
             kept = value
             if own.is_pooled:
@@ -115,6 +142,60 @@ class Truth:
             if (len(self.values) - 1) // own.group.page_tokens == len(self.pages[index]):
                 self.pages[index].append([])
             self.pages[index][-1].append(row_of(index, kept))
+
+    def kept(self, position: int, value: int) -> int:
+        """What pages and states take of a token's value: it shows how the row is computed."""
+        is_later = self._rule is not None and position >= self._num_prompt_tokens
+        return value ^ LATER if is_later else value
+
+    def _add_to_state(self, value: int, grid: int) -> None:
+        num_tokens = len(self.values)
+        self._chunk.append(value)
+        if num_tokens < self._num_prompt_tokens and num_tokens % grid:
+            return
+        is_row = num_tokens > self._num_prompt_tokens or (
+            num_tokens == self._num_prompt_tokens and len(self._chunk) == 1
+        )
+        self._state = row_state(self._state, value) if is_row else chunk_state(self._state, self._chunk)
+        self.states[num_tokens] = self._state
+        self._chunk.clear()
+
+
+class ShadowStates:
+    """States outside the pages: of slots, and of snapshots after them."""
+
+    def __init__(self, grid: int, num_slots: int, num_snapshots: int) -> None:
+        self._grid, self._num_slots = grid, num_slots
+        self.by_place: list[int | None] = [None] * (num_slots + num_snapshots)
+        self.num_reads = self.num_restored = self.num_kept = 0
+
+    def restore(self, number: int, slot: int) -> None:
+        """Copy a snapshot to a slot."""
+        self.by_place[slot] = self.by_place[self._num_slots + number]
+        self.num_restored += 1
+
+    def keep(self, slot: int, number: int) -> None:
+        """Copy the state of a slot to a snapshot."""
+        self.by_place[self._num_slots + number] = self.by_place[slot]
+        self.num_kept += 1
+
+    def fork(self, source: int, target: int) -> None:
+        """Copy the state of a slot to another."""
+        self.by_place[target] = self.by_place[source]
+
+    def advance(self, slot: int, start: int, values: Sequence[int], truth: Truth, name: object) -> None:
+        """Compute a piece of a sequence: a single row in one way, several by chunks of the grid in another."""
+        state = 0 if start == 0 else self.by_place[slot]
+        is_own = start in truth.states and state == truth.states[start]
+        assert is_own, f"{name} has another state than its own at {start}"
+        kept = [truth.kept(start + nth, value) for nth, value in enumerate(values)]
+        self.num_reads += 1
+        if len(kept) == 1:
+            self.by_place[slot] = row_state(state or 0, kept[0])
+            return
+        for first in range(0, len(kept), self._grid):
+            state = chunk_state(state or 0, kept[first : first + self._grid])
+        self.by_place[slot] = state
 
 
 def row_of(index: int, value: int) -> int:
@@ -162,15 +243,23 @@ class Shadow:
         held = None if page == HOLE else self.pages[page]
         assert held is not None, f"{name} reads what is not its own before {start}"
         assert offset < len(held), f"{name} reads what is not its own before {start}"
-        stored = held[offset]
+        stored, right = held[offset], truth.values[start - 1]
         # A wrong row is seen where the rows are compared; here it only has to make a difference.
-        return truth.values[start - 1] if stored == row_of(self._carrier, truth.values[start - 1]) else stored
+        return right if stored == row_of(self._carrier, truth.kept(start - 1, right)) else stored
 
     def write(
-        self, tables: Sequence[Sequence[int]], start: int, values: Sequence[int], slot: int = 0, num_stored: int = 0
+        self,
+        tables: Sequence[Sequence[int]],
+        start: int,
+        values: Sequence[int],
+        slot: int = 0,
+        num_stored: int = 0,
+        truth: Truth | None = None,
     ) -> list[int]:
         """The rows that become finished, and the state at the end; which pages were written: none of those before `num_stored`."""
         end, written, first = start + len(values), [], max(start, num_stored)
+        if truth is not None:
+            values = [truth.kept(start + nth, value) for nth, value in enumerate(values)]
         for index in self._rows:
             own, table = self.groups[index], tables[index]
             page_tokens, rows, kept = own.group.page_tokens, own.rows, values

@@ -84,8 +84,8 @@ def sequences_that_must_not_share_fork(patch):
 
 @mutant(OTHERS)
 def open_page_of_a_fork_is_not_copied(patch):
-    def admitted(sequence, fork_of, copies):
-        reported = real(sequence, fork_of, copies)
+    def admitted(sequence, fork_of, track):
+        reported = real(sequence, fork_of, track)
         return reported._replace(num_stored=reported.num_stored + 64) if fork_of >= 0 else reported
 
     real = holdfast.engine.scheduler.admitted
@@ -94,8 +94,8 @@ def open_page_of_a_fork_is_not_copied(patch):
 
 @mutant("which is not in the step before it|forks at|forks from a fork|" + OTHERS)
 def forks_copy_from_another_slot(patch):
-    def admitted(sequence, fork_of, copies):
-        return real(sequence, fork_of if fork_of < 0 else max(fork_of - 1, 0), copies)
+    def admitted(sequence, fork_of, track):
+        return real(sequence, fork_of if fork_of < 0 else max(fork_of - 1, 0), track)
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)

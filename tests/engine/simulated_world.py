@@ -7,6 +7,7 @@ from random import Random
 from engine.shadow import ShadowGroup, Truth
 from holdfast.cache.groups import CacheGroup, block_tokens
 from holdfast.cache.prefix import strong_hash
+from holdfast.cache.states import StateRule
 from holdfast.config import Limits
 from holdfast.request.sequence import Sequence
 
@@ -77,6 +78,8 @@ class World:
     """Bursts of sequences with equal prompts or equal beginnings arrive."""
     is_paced: bool = False
     """Steps have limits on the rows of prompts."""
+    state_rule: StateRule | None = None
+    """There are states outside the pages."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -90,12 +93,19 @@ class World:
     @property
     def block(self) -> int:
         """Tokens of a block of the prefix cache."""
-        return block_tokens(self.groups)
+        return block_tokens(self.groups, self.grid)
+
+    @property
+    def grid(self) -> int:
+        """Tokens that prompts are cut at multiples of."""
+        return 1 if self.state_rule is None else self.state_rule.grid
 
     @property
     def can_hit(self) -> bool:
         """Prefixes can be served: there are rows, and each state begins anew somewhere."""
         has_rows = any(group.page_tokens for group in self.groups)
+        if self.state_rule is not None and not self.state_rule.num_snapshots:
+            return False
         return self.caches_prefixes and has_rows and all(group.state_period for group in self.groups if group.is_state)
 
     def most_pages(self, num_tokens: int) -> int:
@@ -191,6 +201,30 @@ class World:
         """Any of these, with a random limit on the rows of prompts in most steps."""
         makers = (cls.from_seed, cls.late, cls.compressed, cls.unequal, cls.piped, cls.invariant, cls.together)
         return replace(makers[seed % 7](seed // 7), is_paced=True)
+
+    @classmethod
+    def stateful(cls, seed: int) -> "World":
+        """Any of these with whole contexts, or windows too, and states outside the pages with few snapshots."""
+        makers = (cls.plain, cls.late, cls.unequal, cls.piped, cls.together, cls.paced)
+        world, rng = makers[seed % 6](seed // 6), Random(f"states {seed}")
+        page, shadows = world.limits.page_tokens, [ShadowGroup(CacheGroup("whole context", world.limits.page_tokens))]
+        if rng.random() < 0.2:
+            window = rng.choice((1, page, 2 * page + 1))
+            shadows.append(ShadowGroup(CacheGroup(f"window of {window}", page, window)))
+        grid = rng.choice((2, 3, 4, 4, 8))
+        block = block_tokens([own.group for own in shadows], grid)
+        rule = StateRule(
+            grid, rng.choice((0, 1, 1, 2, 2, 3, 5, 16)), rng.choice((1, block, 2 * block, 3 * block, 1000))
+        )
+        limits = world.limits
+        limits = replace(
+            limits,
+            max_num_batched_tokens=max(limits.max_num_batched_tokens, grid + rng.choice((0, 0, 1, 3))),
+            max_model_len=max(rng.randint(3, 6) * block + rng.choice((0, 1, 2)), limits.max_model_len // 2),
+        )
+        world = replace(world, limits=limits, shadows=tuple(shadows), guess_share=0.0, state_rule=rule)
+        num_pages = int(world.most_pages(limits.max_model_len) * rng.choice((1, 1, 1.5, 2, 4)))
+        return replace(world, num_pages=max(num_pages, 4))
 
     @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":

@@ -4,7 +4,8 @@ The fake model: the value of a position is a mix of the value at the position be
 that should hold it*, and its token. The next token is a function of the last value. So whatever goes wrong with pages
 (a page handed out twice, reused too early, shared by mistake, never computed) changes what is read, and what is read
 is compared with the truth at every position that attention would touch, in every group, in every step. The salt is
-mixed in too, so a page that crosses salts is a wrong read. Pages that no sequence holds or may find are poisoned.
+mixed in too, so a page that crosses salts is a wrong read. Pages that no sequence holds or may find are poisoned. States
+outside the pages are compared with the truth whenever a sequence goes on.
 """
 
 import sys
@@ -80,6 +81,7 @@ class Simulation:
             prefix_hash=colliding_hash if self.world.collides else strong_hash,
             num_stages=self.world.num_stages,
             is_invariant=self.world.is_invariant,
+            state_rule=self.world.state_rule,
         )
         self.scheduler.has_priorities = self.world.has_priorities
         self.shadow = Shadow(self.world.shadows, self.world.num_pages)
@@ -251,7 +253,7 @@ class Simulation:
         self.counts["failed step"] += 1
         self.device.cancel()
         self.scheduler.forget_steps()
-        has_states = any(group.has_state for group in self.groups)
+        has_states = self.world.state_rule is not None or any(group.has_state for group in self.groups)
         num_booked = self.scheduler.num_steps - len(self.flights)
         for item in (item for step in self.flights for item in step.scheduled):
             client = self.clients[item.sequence.sequence_id]
@@ -315,6 +317,7 @@ class Simulation:
             client.num_flying += item.num_new_tokens
             client.num_coming += item.samples
             client.is_placed = True
+        self._check_snapshots(step)
         self.flights.append(step)
         reported = step.step
         if self.world.travels:
@@ -400,7 +403,8 @@ class Simulation:
             use_prefix_cache=use_prefix_cache,
         )
         self._num_sequences += 1
-        client = Client(sequence, prompt, max_tokens, Truth(self.world.shadows), last_value=first_value(salt))
+        truth = Truth(self.world.shadows, self.world.state_rule, len(prompt))
+        client = Client(sequence, prompt, max_tokens, truth, last_value=first_value(salt))
         self.clients[sequence.sequence_id] = client
         return client
 
@@ -627,12 +631,15 @@ class Simulation:
         """No more rows of prompts than are allowed, but one for the first of those that run."""
         if self._limit is None:
             return
-        num_rows = 0
+        # A piece of a prompt is allowed if any row is.
+        limit, num_rows = max(self._limit, self.world.grid if self._limit else 0), 0
         for place, item in enumerate(step.scheduled):
             own, is_new = item.num_rows - len(item.proposals), item.sequence.sequence_id in self._admitted
             num_rows += own if own > 1 or (is_new and place) else 0
-        assert num_rows <= self._limit, f"{num_rows} rows of prompts in a step of at most {self._limit}"
-        self.seen["limited"] += num_rows == self._limit
+            if self.world.state_rule is not None and place == 0 and (own > 1 or is_new):
+                limit = max(limit, self.world.grid)
+        assert num_rows <= limit, f"{num_rows} rows of prompts in a step of at most {self._limit}"
+        self.seen["limited"] += num_rows == limit
 
     def _check_writer(self, item: ScheduledSequence, page: int) -> None:
         """A page that is written belongs to one sequence, and to those that start on it in this very step.
@@ -674,7 +681,8 @@ class Simulation:
         num_more = num_new + min(self.scheduler.num_waiting, self.scheduler._slots.num_free)
         most = min(-(-(running - num_new + num_more) // num_stages), -(-(num_idle + num_more) // num_free))
         assert not num_new or len(step.scheduled) <= most, f"{num_old} and {num_new} new ones are more than a share"
-        took_all = step.num_tokens == limits.max_num_batched_tokens or self._limit is not None
+        # A piece of a prompt may be longer than what is left.
+        took_all = step.num_tokens > limits.max_num_batched_tokens - self.world.grid or self._limit is not None
         is_full = took_all or num_old >= share
         assert is_full, f"{num_idle} of {self._num_ran} have nothing in flight, and {num_old} are in the step"
         self.seen["shared"] += num_idle > num_old
@@ -746,7 +754,7 @@ class Simulation:
             return False
         longest = min(len(client.prompt) + sequence.max_tokens - 1, limits.max_model_len)
         has_windows = any(group.window is not None for group in self.groups)
-        is_far = has_windows and client.num_flying >= limits.max_num_batched_tokens
+        is_far = has_windows and client.num_flying > limits.max_num_batched_tokens - self.world.grid
         num_tokens = min(sequence.num_tokens + client.num_coming, longest)
         return num_tokens > client.num_held + client.num_flying and not is_far
 
@@ -761,6 +769,8 @@ class Simulation:
         longest = min(len(client.prompt) + sequence.max_tokens - 1, self.world.limits.max_model_len)
         assert end <= longest, f"{sequence} runs up to {end}, and of {longest} tokens something comes"
         assert item.samples == (end - num_guessed == num_tokens), f"{sequence} samples at {end} of {num_tokens}"
+        if self.world.state_rule is not None and item.source is None:
+            self._check_piece(item, len(client.prompt))
         if self.world.is_invariant:
             is_alike = end <= len(client.prompt) or item.num_new_tokens == 1
             assert is_alike, (
@@ -769,6 +779,38 @@ class Simulation:
             self.seen["rows again"] += client.is_running and end <= sequence.num_tokens - 1 and end > len(client.prompt)
         is_wanted = item.proposals == client.guesses[:num_guessed] and (sequence.may_speculate or not num_guessed)
         assert is_wanted, f"{sequence} is given {item.proposals} of {client.guesses}"
+
+    def _check_piece(self, item: ScheduledSequence, num_prompt: int) -> None:
+        """A piece of a prompt from one multiple of the grid to another, or to its end; a last row alone; or a later row."""
+        start, end, grid = item.start, item.start + item.num_new_tokens, self.world.grid
+        is_row = item.num_new_tokens == 1 and (start >= num_prompt - 1)
+        is_chunks = end <= num_prompt and start % grid == 0 and (end % grid == 0 or end == num_prompt)
+        has_lone_row = end % grid == 1 and end == num_prompt
+        assert is_row or (is_chunks and not has_lone_row), f"{item.sequence} runs [{start}, {end}) of {num_prompt}"
+        self.seen["rows again"] += (
+            item.sequence.num_preemptions > 0 and num_prompt <= start < item.sequence.num_tokens - 1
+        )
+        self.seen["lone rows"] += start == num_prompt - 1 and start % grid == 0
+
+    def _check_snapshots(self, step: LiveStep) -> None:
+        """Who starts inside a prompt gets a state; a step ends where it keeps one; no place in use in flight is written."""
+        used = [one.state_from for flight in self.flights for one in flight.step.admitted]
+        used += [item.state_to for flight in self.flights for item in flight.step.items]
+        starts = {one.slot: one.state_from for one in step.step.admitted}
+        given = [item.state_to for item in step.step.items if item.state_to >= 0]
+        assert len(set(given)) == len(given), f"snapshots {given} are written twice in a step"
+        busy = [place for place in given if place in used]
+        assert not busy, f"snapshots {busy} are written, and steps in flight use them"
+        for item, own in zip(step.step.items, step.scheduled, strict=True):
+            if self.world.state_rule is not None and item.slot in starts:
+                is_right = (starts[item.slot] >= 0) == (item.start > 0 and own.source is None)
+                assert is_right, f"{own.sequence} starts at {item.start} with snapshot {starts[item.slot]}"
+                self.seen["snapshots read"] += starts[item.slot] >= 0
+            if item.state_to >= 0:
+                end = item.start + item.num_new_tokens
+                is_end = end % self.block == 0 and end <= own.sequence.num_prompt_tokens
+                assert is_end, f"{own.sequence} keeps its state at {end}, inside a block"
+                self.seen["snapshots written"] += 1
 
     def _see_pages(self, client: Client, pages: list[int]) -> None:
         for page in pages:
@@ -799,6 +841,7 @@ def main(num_worlds: int, num_events: int, kind: str = "", first_seed: str = "0"
             "invariant": World.invariant,
             "together": World.together,
             "paced": World.paced,
+            "stateful": World.stateful,
         }
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:

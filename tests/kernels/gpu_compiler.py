@@ -28,6 +28,7 @@ from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     lane_rows,
     lane_warpgroups,
+    output_gate,
     prefill_warpgroups,
     quantized_attention,
     rope_rows,
@@ -314,12 +315,23 @@ def rope_rows_of(dtype: torch.dtype, num_pairs: int, magnitudes: tuple[float, ..
     rope_rows.fill_rope_rows(torch.empty(3, dtype=torch.int64), rows)
 
 
-def write_of(dtype: torch.dtype, head_dim: int) -> None:
-    """The write into plain pages."""
+def write_of(dtype: torch.dtype, head_dim: int, rope_dim: int = 0, query_step: int = 1) -> None:
+    """The write into plain pages; `rope_dim`: elements of a head that RoPE turns, if not all."""
     norms, planes = torch.empty(2, head_dim, dtype=dtype), torch.empty(2, 64, 8, head_dim, dtype=dtype)
     qkv, slots = torch.empty(3, 48 * head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
     head_norm = HeadNorm(norms[0], norms[1], 1e-6)
-    write_kv.write_kv(qkv, slots, planes[0], planes[1], head_norm, rotary_of(3, head_dim, dtype))
+    rotary = rotary_of(3, rope_dim or head_dim, dtype)
+    write_kv.write_kv(qkv, slots, planes[0], planes[1], head_norm, rotary, None, query_step)
+
+
+def gate_outputs_of(dtype: torch.dtype) -> None:
+    """Gates of all rows, and of the wanted ones."""
+    attended, gates = (
+        torch.empty(3, 24 * 256, dtype=dtype),
+        output_gate.gates_of(torch.empty(3, 14336, dtype=dtype), 24, 256),
+    )
+    for rows in (None, torch.empty(3, dtype=torch.int64)):
+        output_gate.gate_outputs(attended, gates, rows)
 
 
 def write_quantized_of(
@@ -329,9 +341,11 @@ def write_quantized_of(
     formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS,
     with_near: bool = False,
     with_scale: bool = False,
+    rope_dim: int = 0,
+    query_step: int = 1,
 ) -> None:
     """The write into quantized pages; near rows have a key bias where there is no norm."""
-    rotary, slots = rotary_of(3, head_dim, dtype), torch.empty(3, dtype=torch.int64)
+    rotary, slots = rotary_of(3, rope_dim or head_dim, dtype), torch.empty(3, dtype=torch.int64)
     norms = torch.empty(2, head_dim, dtype=dtype)
     head_norm = HeadNorm(norms[0], norms[1], 1e-6) if with_norm else None
     for key_bits, value_bits in formats:
@@ -342,7 +356,7 @@ def write_quantized_of(
             near = write_quantized_kv.NearWrite(slots, slots, *torch.empty(2, 32, 2, head_dim, dtype=dtype))
             turns = make_key_turns(torch.ones(head_dim // 2), 1.0, 128, dtype, "cpu")
             planes = planes if with_norm else replace(planes, key_bias=KeyBias(torch.empty(2, head_dim), turns))
-        write_quantized_kv.write_quantized_kv(qkv, slots, planes, head_norm, rotary, None, near)
+        write_quantized_kv.write_quantized_kv(qkv, slots, planes, head_norm, rotary, None, near, query_step)
 
 
 def quantized_attention_of(
@@ -894,6 +908,11 @@ CASES: dict[str, Callable[[], None]] = {
     "rope rows of V4": lambda: rope_rows_of(torch.float32, 24, (1.0, 1.1, 1.1, 1.1), (1, 1, 4, 128)),
     "write D128": lambda: write_of(BF16, 128),
     "write D80": lambda: write_of(FP16, 80),
+    "write D256, a quarter turned, with gates": lambda: write_of(BF16, 256, 64, 2),
+    "write quantized D256, a quarter turned, with gates": lambda: write_quantized_of(
+        BF16, 256, formats=((8, 4), (4, 4)), with_near=True, with_scale=False, rope_dim=64, query_step=2
+    ),
+    "output gates": lambda: gate_outputs_of(BF16),
     "write quantized D64": lambda: write_quantized_of(FP16, 64),
     "write quantized D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
     "write quantized D128": lambda: write_quantized_of(BF16, 128),
@@ -1078,6 +1097,7 @@ def main() -> None:
         edit_logits,
         normed_routing,
         operation,
+        output_gate,
         packed_gemv,
         packed_tiles,
         place_kernels,

@@ -36,6 +36,7 @@ CONSTANT = {
     "norm": {"p_weight"},
     "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
+    "state": {"p_weight", "p_log_rate"},
 }
 """By package, what kernels may read before they wait: weights, and what the host copied before the step."""
 TRUSTED = {

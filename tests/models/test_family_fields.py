@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelError, UnsupportedModelError
+from holdfast.families.state.spec import StateSpec
 from holdfast.models.grouped_readers import FAMILIES, NEUTRAL, model_settings, read_spec
 from holdfast.models.settings import Settings, read_rope
 from holdfast.models.spec import (
@@ -257,6 +258,26 @@ V4_SPEC = rotary(
     ),
 )
 QWEN_EXPERTS = ExpertsSpec(8, 3, 40, normalizes=True, dense_layers=frozenset({0, 1, 2}))
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 5,
+    "linear_num_value_heads": 15,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 28,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+    "output_gate_type": "sigmoid",
+    "attn_output_gate": False,
+    "mtp_num_hidden_layers": 2,
+}
+DELTA_STATE = StateSpec(frozenset({0, 3}), 5, 15, 20, 28, 3, output_gate="sigmoid")
+DELTA_FIELDS: dict[str, Any] = {
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "rotary_dim": 12,
+    "has_output_gate": False,
+    "num_draft_layers": 2,
+}
 CASES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     "llama": (
         SIZES | GELU | {"attention_bias": True, "mlp_bias": True},
@@ -307,6 +328,38 @@ CASES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         ),
     ),
     "gemma3": (GEMMA, rotary("Gemma3ForCausalLM", **GEMMA_FIELDS)),
+    "qwen3_next": (
+        SIZES | DELTA | EXPERTS | SPARSE | {"norm_topk_prob": False, "shared_expert_intermediate_size": 72},
+        rotary(
+            "Qwen3NextForCausalLM",
+            **DELTA_FIELDS,
+            state=replace(DELTA_STATE, is_joined=True),
+            experts=replace(QWEN_EXPERTS, normalizes=False, shared_size=72, has_shared_gate=True),
+        ),
+    ),
+    "qwen3_5": (SIZES | DELTA, rotary("Qwen3_5ForCausalLM", **DELTA_FIELDS, state=DELTA_STATE)),
+    "qwen3_5 by interval": (
+        SIZES
+        | {key: value for key, value in DELTA.items() if key != "layer_types"}
+        | {"full_attention_interval": 2, "partial_rotary_factor": 0.75},
+        rotary(
+            "Qwen3_5ForCausalLM",
+            **(DELTA_FIELDS | {"rotary_dim": 18}),
+            state=replace(DELTA_STATE, layers=frozenset({0, 2})),
+        ),
+    ),
+    "qwen3_5_moe": (
+        SIZES
+        | DELTA
+        | {key: value for key, value in EXPERTS.items() if key != "norm_topk_prob"}
+        | {"shared_expert_intermediate_size": 72},
+        rotary(
+            "Qwen3_5MoeForCausalLM",
+            **DELTA_FIELDS,
+            state=DELTA_STATE,
+            experts=replace(QWEN_EXPERTS, dense_layers=frozenset(), shared_size=72, has_shared_gate=True),
+        ),
+    ),
     "gpt_oss": (
         SIZES
         | {
@@ -372,7 +425,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def test_cases_cover_every_family() -> None:
-    images = {"Gemma3ForConditionalGeneration"}
+    images = {name for name, family in FAMILIES.items() if family.text_key}
     assert {spec.architecture for _, spec in CASES.values()} == set(FAMILIES) - images
 
 

@@ -14,6 +14,7 @@ from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, S
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.spec import CacheSpec, mixed_cache
+from holdfast.cache.states import StateRule
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import Limits
 from holdfast.distributed.mesh import ALONE
@@ -21,13 +22,14 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.families.backends import BackendInputs, build_backend
 from holdfast.families.choose import DECLARATIONS
 from holdfast.families.grouped.sinks import copy_sinks
+from holdfast.families.state.declarations import HybridDeclaration, TorchStateDeclaration
+from holdfast.families.state.spec import StateLayers
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
-from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import declare_decoder
@@ -140,6 +142,7 @@ class Rig:
         row_sizes: tuple[int, ...] = (),
         keeps_tokens: bool = False,
         index_dtype: str = "float32",
+        num_snapshots: int = 4,
     ) -> None:
         """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
         spec = model.spec
@@ -150,6 +153,9 @@ class Rig:
         cache, specs = lay_out(spec, kv_format, limits, dtype)
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         declaration = declaration_named(backend)
+        if spec.state is not None:
+            declaration = HybridDeclaration(declaration, TorchStateDeclaration(), StateLayers(spec.state, dtype, "cpu"))
+        self.state_rule = None if spec.state is None else StateRule(num_snapshots=num_snapshots, snapshot_tokens=64)
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits
         self.storage = PageStorage(cache, num_pages, CPU, Ledger())
@@ -159,7 +165,7 @@ class Rig:
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
         rope = make_step_rope(spec, limits.max_model_len, limits.max_num_batched_tokens, getattr(torch, dtype), CPU)
         self.sampler = recording_sampler(spec.vocab_size, limits.sampled_rows, like_gpu=keeps_tokens)
-        self.states = None if spec.compressed is None else self._make_states(spec, limits)
+        self.states = self._make_states(spec, limits, dtype, num_snapshots) if cache.has_states else None
         sinks = copy_sinks(model.weights, specs) if spec.has_sinks and spec.compressed is None else None
         inputs = BackendInputs(bounds, sinks=sinks, states=self.states)
         self.backend: AttentionBackend = build_backend(declaration, specs, self.storage, inputs)
@@ -183,17 +189,25 @@ class Rig:
         pooled_rows = PooledRows(spec.hidden_size, dtype, CPU, Ledger())
         copied = partial(copy_cache, self.storage, self.states)
         self.runner = Runner(
-            RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, copy_cache=copied, pooled_rows=pooled_rows)
+            RunnerParts(
+                *(*parts, frozenset({2}), CPU),
+                row_sizes=row_sizes,
+                copy_cache=copied,
+                pooled_rows=pooled_rows,
+                state_rule=self.state_rule,
+            )
         )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 
     @staticmethod
-    def _make_states(spec: ModelSpec, limits: Limits) -> StateStorage:
+    def _make_states(spec: ModelSpec, limits: Limits, dtype: str, num_snapshots: int) -> StateStorage:
         """All NaN: what a place held of another sequence may be anything."""
-        declaration = declare_decoder(spec, "tiny").declaration
-        assert isinstance(declaration, CompressedDeclaration), f"{spec.architecture} does not compress"
-        states = StateStorage(declaration.heads(ALONE).states, limits.max_num_seqs, CPU, Ledger())
-        for kind in declaration.heads(ALONE).states:
+        heads = declare_decoder(spec, "tiny").declaration.heads(ALONE)
+        assert heads is not None, f"{spec.architecture} has no heads"
+        kinds = heads.place_kinds(dtype)
+        num_places = limits.max_num_seqs + (num_snapshots if spec.state is not None else 0)
+        states = StateStorage(kinds, num_places, CPU, Ledger())
+        for kind in kinds:
             for layer in kind.layers:
                 states.state(layer, kind.name).fill_(float("nan"))
         return states
@@ -236,8 +250,10 @@ def lay_out(
     spec: ModelSpec, kv_format: KVFormat, limits: Limits, dtype: str
 ) -> tuple[CacheSpec, tuple[AttentionSpec, ...]]:
     """The cache of a model in one format, and what its layers compute over it."""
-    geometry, formats = declare_decoder(spec, "tiny").declaration.heads(ALONE), (kv_format,) * spec.num_layers
+    geometry = declare_decoder(spec, "tiny").declaration.heads(ALONE)
     assert geometry is not None, "keys and values by head, latents, or windows and entries"
+    paged = geometry.paged_layers
+    formats = (kv_format,) * len(paged)
     if geometry.is_compressed:
         cache = compressed_cache(
             formats,
@@ -260,11 +276,12 @@ def lay_out(
         geometry.rope_dim,
         geometry.index_dim,
         geometry.shared_layers,
+        () if spec.state is None else paged,
     )
     geometry = geometry._replace(has_separable_key_bias=False)  # pages hold keys with their bias
     specs = (
-        geometry.attention_spec(layer, cache.group_of(layer.layer), limits.max_model_len, dtype, "cpu")
-        for layer in cache.layers
+        geometry.attention_spec(layer, cache.group_of(place), limits.max_model_len, dtype, "cpu")
+        for place, layer in enumerate(cache.layers)
     )
     return cache, tuple(specs)
 
@@ -308,7 +325,10 @@ class Drive:
     ) -> None:
         self.rig = rig
         self.scheduler = Scheduler(
-            rig.limits, num_pages, enable_prefix_caching, max_queue=1000, groups=rig.groups, is_invariant=is_invariant
+            *(rig.limits, num_pages, enable_prefix_caching, 1000),
+            groups=rig.groups,
+            is_invariant=is_invariant,
+            state_rule=rig.state_rule,
         )
         self._num_owners = [0] * num_pages
         self._ids = count()

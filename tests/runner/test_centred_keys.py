@@ -324,7 +324,7 @@ def test_average_turn_equals_mean_of_rotated_keys() -> None:
     for num_positions in (1, 2, 300, 100_000):
         rotary = table_rows(spec, 16, 512, num_positions, torch.arange(num_positions))
         turned_LKD = rotate_halves(key_KD.expand(num_positions, 3, 16), rotary)
-        turn_DD = average_turn(*rope_frequencies(spec, 16, 512, num_positions), num_positions)
+        turn_DD = average_turn(*rope_frequencies(spec, 16, 512, num_positions), num_positions, 8)
         wanted_KD = turned_LKD.double().mean(0).float()
         torch.testing.assert_close(key_KD @ turn_DD, wanted_KD, rtol=1e-4, atol=1e-5)
 

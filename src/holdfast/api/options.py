@@ -52,6 +52,8 @@ class EngineOptions(TypedDict, total=False):
     memory_limit: str | int | None
     kv_cache_memory: str | int | None
     enable_prefix_caching: bool
+    state_snapshots: int | None
+    snapshot_tokens: int
     batch_invariant: bool
     speculative: str | None
     enforce_eager: bool

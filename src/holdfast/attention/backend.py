@@ -35,6 +35,8 @@ class SequenceRows(NamedTuple):
     """Its row of the block tables on the device; -1 if there are none."""
     is_prompt: bool = False
     """True for rows of the prompt; not set for single rows of LogitRows."""
+    place: int = -1
+    """Place of its state; -1 without one, and not set for single rows of LogitRows."""
 
     @property
     def end(self) -> int:
@@ -120,6 +122,11 @@ class AttentionBackend:
     """
 
     name: ClassVar[str]
+
+    @property
+    def paged(self) -> "AttentionBackend":
+        """The backend of the layers whose tokens are on pages."""
+        return self
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes it holds for life, by the owners that its declaration names."""

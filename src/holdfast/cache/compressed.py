@@ -27,14 +27,12 @@ from math import lcm
 from typing import NamedTuple
 
 from holdfast.cache.spec import BLOCK_WORTH, MOST_CHUNKS, CacheSpec, LayerCache, LayerGroup
-from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.entry_state import STATE_DTYPE, state_bytes, state_shape
 from holdfast.quant.formats import KVFormat
 
 WINDOW, ENTRIES, INDEX = "window", "entries", "index"
 """Names of what a layer keeps: `LayerCache.name` of the first two, `StateKind.name` of the last two."""
-STATE_OWNER = "kv state"
 
 
 def compressed_cache(
@@ -128,6 +126,11 @@ class StateKind(NamedTuple):
     dim: int
 
     @property
+    def what(self) -> str:
+        """Noun of a plan's line."""
+        return "unfinished entries"
+
+    @property
     def place_bytes(self) -> int:
         """Bytes per sequence in all of these layers."""
         return len(self.layers) * state_bytes(self.dim, self.is_overlapped)
@@ -156,21 +159,3 @@ def list_states(
     names = [kind.tensor(1).name for kind in kinds]
     assert len(set(names)) == len(names), f"entries of one ratio overlap in some layers and not in others: {kinds}"
     return tuple(kinds)
-
-
-def place_bytes(kinds: Sequence[StateKind]) -> int:
-    """Return the state bytes of one sequence."""
-    return sum(kind.place_bytes for kind in kinds)
-
-
-def state_terms(kinds: Sequence[StateKind], num_places: int) -> tuple[Term, ...]:
-    """Return the plan's terms for what StateStorage allocates."""
-    return tuple(
-        Term(
-            f"{STATE_OWNER}/{kind.tensor(num_places).name}",
-            kind.tensor(num_places).aligned_bytes,
-            f"unfinished entries of {num_places} sequences in {len(kind.layers)} layers",
-            PAGE_PHASES,
-        )
-        for kind in kinds
-    )

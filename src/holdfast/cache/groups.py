@@ -158,14 +158,14 @@ def tokens_again(groups: Sequence[CacheGroup]) -> int:
     return max(group.tokens_again for group in groups)
 
 
-def block_tokens(groups: Sequence[CacheGroup]) -> int:
+def block_tokens(groups: Sequence[CacheGroup], grid: int = 1) -> int:
     """Return the tokens of a prefix-cache block: whole pages of every group, but only whole rows if these are long.
 
     Each page holds whole blocks, or each block holds whole pages. It also is whole blocks of blocked groups, so a prefix
-    ends where a new one begins.
+    ends where a new one begins, and a multiple of `grid`, if prompts are cut there (cache/states.py).
     """
     kept = [group for group in groups if not group.is_state]
-    block = lcm(*map(_least_block, kept))
+    block = lcm(grid, *map(_least_block, kept))
     while uneven := [own.page_tokens for own in kept if own.page_tokens % block and block % own.page_tokens]:
         block = lcm(block, *uneven)
     return block

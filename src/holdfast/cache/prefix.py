@@ -13,7 +13,8 @@ The cache is a forest whose nodes are full blocks. An entry has a slot for each 
 A slot is a HOLE if the window had passed its page when the block was completed, or if the page was evicted since. A
 prefix of h tokens is a hit if every group can serve it. A whole context needs all pages, and a window those of the last
 W - 1 tokens. A blocked group needs the pages that it keeps, which all lie in the first block; none of its others is ever
-registered, because h begins a new block. No state is kept, so h must be where a state restarts.
+registered, because h begins a new block. A state on pages is not kept, so h must be where it restarts. With states
+outside the pages (cache/states.py) the block that ends at h must have a snapshot.
 
 A long page (rows of several tokens, cache/groups.py) is in the slot of every block that ends on it: it holds the rows of
 that block and of those before it on the page. A prefix that ends inside such a page has *open rows*. Its pages are
@@ -24,6 +25,8 @@ shared, and the sequence starts with a copy of the open rows on a page of its ow
 
 Rows that are registered never change: their writer only adds rows, and leaves the page before another writes it. So
 blocks of several pages may have the same rows. If a long page is evicted, a child's page takes its place.
+
+A snapshot belongs to the entry of the block that it follows, and goes with it. Evicting a snapshot leaves the entry.
 
 A block is registered when the scheduler issues the step that completes it. A sequence that recomputes it keeps a
 private copy and fills holes. An evicted page of a window leaves a hole. One of a whole context removes its entry and
@@ -41,6 +44,7 @@ from typing import NamedTuple
 
 from holdfast.cache.groups import HOLE, CacheGroup, block_tokens
 from holdfast.cache.pages import PagePool
+from holdfast.cache.states import NO_PLACE, Snapshots
 
 DIGEST_BYTES = 16
 ENTRIES_PER_PAGE = 4
@@ -91,6 +95,8 @@ class PrefixEntry:
     """Number of blocks before it."""
     step: int = 0
     """The step that computes it on its long pages; 0 if it was computed before it was registered."""
+    snapshot: int = NO_PLACE
+    """The place of the state after it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +129,9 @@ class PrefixHit:
     open_rows: tuple[OpenRows, ...] = ()
     """At most one for each group, of the page after its shared ones."""
     known: tuple[PrefixEntry, ...] = ()
-    """Entries of the sequence's blocks, also those that some group cannot serve."""
+    """Entries of the sequence's blocks, also those that some group cannot serve, or that no snapshot follows."""
+    snapshot: int = NO_PLACE
+    """The place of the state that the sequence starts with."""
 
     @property
     def num_known(self) -> int:
@@ -184,10 +192,15 @@ class PrefixCache:
         groups: Sequence[CacheGroup],
         root: bytes,
         hash_bytes: Callable[[bytes], bytes] = strong_hash,
+        *,
+        snapshots: Snapshots | None = None,
+        grid: int = 1,
     ) -> None:
+        """`snapshots`: of states outside the pages, which a hit needs; blocks are then multiples of `grid`."""
         self._pool = pool
         self._groups = tuple(groups)
-        self.block_tokens = block_tokens(groups)
+        self.snapshots = snapshots
+        self.block_tokens = block_tokens(groups, grid)
         self._whole_tokens = lcm(*(group.page_tokens for group in groups if not group.is_state))
         parts: list[BlockPart] = []
         for group in groups:
@@ -200,7 +213,7 @@ class PrefixCache:
         self.spans = tuple(part.span for part in parts for _ in range(part.count))
         """Blocks of a page, for each slot."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
-        self._can_hit = can_hit(groups)
+        self._can_hit = can_hit(groups) and (snapshots is None or snapshots.num_places > 0)
         self._hash = hash_bytes
         self._root = hash_bytes(root)
         self._entries: dict[bytes, PrefixEntry] = {}
@@ -212,8 +225,12 @@ class PrefixCache:
         """Step number of each registered page that a step in flight computes."""
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
         self.num_filled = 0
-        """Holes filled since the start."""
+        """Holes filled and snapshots taken since the start."""
+        self.by_snapshot: dict[int, PrefixEntry] = {}
+        """The entry of each snapshot."""
         pool.on_evict = self.evict
+        if snapshots is not None:
+            snapshots.on_evict = self._forget_snapshot
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -223,7 +240,18 @@ class PrefixCache:
         return PrefixChain(salt, self._hash(salt))
 
     def match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
-        """Return the longest prefix of the first `num_tokens` that every group can serve, in one walk over blocks."""
+        """Return the longest prefix of the first `num_tokens` that a sequence can start on.
+
+        Every group can serve it, and a snapshot follows it if there are states outside the pages.
+        """
+        return self._match(chain, token_ids, num_tokens, self.snapshots is not None)
+
+    def match_pages(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
+        """Like `match`, for a sequence that gets its state from another one."""
+        return self._match(chain, token_ids, num_tokens, False)
+
+    def _match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int, needs_state: bool) -> PrefixHit:
+        """Find a hit in one walk over blocks."""
         found: list[PrefixEntry] = []
         runs = [0] * len(self._windows)
         num_served = 0
@@ -234,19 +262,24 @@ class PrefixCache:
                 break
             found.append(entry)
             runs = [part.run(entry.slots, run) for part, run in zip(self._windows, runs, strict=True)]
-            if self._serves(found[0], runs, len(found) * self.block_tokens):
+            has_state = not needs_state or entry.snapshot != NO_PLACE
+            if has_state and self._serves(found[0], runs, len(found) * self.block_tokens):
                 num_served = len(found)
         entries = tuple(found[:num_served])
         num_tokens = num_served * self.block_tokens
-        return PrefixHit(entries, self.tables_of(entries), num_tokens, self.open_rows_of(entries), tuple(found))
+        snapshot = entries[-1].snapshot if entries and needs_state else NO_PLACE
+        return PrefixHit(
+            entries, self.tables_of(entries), num_tokens, self.open_rows_of(entries), tuple(found), snapshot
+        )
 
     def miss(self) -> PrefixHit:
         """Return the match of a sequence without a cached prefix."""
         return PrefixHit((), self.tables_of(()), 0)
 
-    @staticmethod
-    def is_computed_by(hit: PrefixHit, step: int) -> bool:
-        """Return True if `step` computes open rows of a hit: only a later step can begin with a copy of them."""
+    def is_computed_by(self, hit: PrefixHit, step: int) -> bool:
+        """Return True if `step` computes open rows or the state of a hit: only a later step can begin with a copy."""
+        if hit.snapshot != NO_PLACE and self.snapshots is not None and self.snapshots.written_by(hit.snapshot) >= step:
+            return True
         return bool(hit.open_rows) and hit.entries[-1].step >= step
 
     def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:
@@ -343,9 +376,52 @@ class PrefixCache:
                 if above is not None:
                     self._pool.evict_next(above.slots[part.first + slot])
 
+    def num_common(
+        self, own: tuple[PrefixChain, Sequence[int]], other: tuple[PrefixChain, Sequence[int]], first: int
+    ) -> int:
+        """Return how many first blocks of both sequences are equal, if the first `first` are."""
+        while self.is_same_block(own, other, first):
+            first += 1
+        return first
+
+    def lacks_snapshot(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> bool:
+        """Return True if no snapshot follows the blocks of a sequence's first `num_tokens`."""
+        entry = self._entries.get(self._key(chain, token_ids, num_tokens // self.block_tokens - 1).digest)
+        return entry is None or entry.snapshot == NO_PLACE
+
+    def take_snapshot(self, chain: PrefixChain, num_tokens: int, step: int, *, is_between: bool) -> int:
+        """Give a place to the state of a sequence after its first `num_tokens`, which `step` computes.
+
+        NO_PLACE if its blocks up to there are not registered, have a snapshot, or no place may be written.
+        """
+        tip = chain.tip
+        is_last = tip is not None and tip.is_registered and chain.num_blocks * self.block_tokens == num_tokens
+        if self.snapshots is None or tip is None or not is_last or chain.epoch != self._epoch:
+            return NO_PLACE
+        if tip.snapshot != NO_PLACE:
+            return NO_PLACE
+        above = tip.parent
+        while above is not None and above.snapshot == NO_PLACE and len(above.children) == 1:
+            above = above.parent
+        if above is not None and above.snapshot != NO_PLACE and len(above.children) == 1:
+            self.snapshots.yield_place(above.snapshot)
+        place = self.snapshots.take(step, is_between=is_between)
+        if place != NO_PLACE:
+            tip.snapshot = place
+            self.by_snapshot[place] = tip
+            self.num_filled += 1
+        return place
+
+    def _forget_snapshot(self, place: int) -> None:
+        assert self.snapshots is not None, f"snapshot {place} of no pool"
+        self.by_snapshot.pop(place).snapshot = NO_PLACE
+        self.snapshots.forget(place)
+
     def settle(self, step: int) -> None:
-        """Record that the steps up to this one have run: their pages are no longer pending."""
+        """Record that the steps up to this one have run: their pages and snapshots are no longer pending."""
         self._settled = step
+        if self.snapshots is not None:
+            self.snapshots.settle(step)
         self.pending = {page: own for page, own in self.pending.items() if own > step}
 
     def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
@@ -365,7 +441,9 @@ class PrefixCache:
                 chain.tip = chain.tip.parent
 
     def forget_pending(self) -> None:
-        """Forget the pages that dropped steps were to compute, and all blocks after them."""
+        """Forget the pages and snapshots that dropped steps were to write, and all blocks after such pages."""
+        for place in () if self.snapshots is None else self.snapshots.pending():
+            self._forget_snapshot(place)
         for page in list(self.pending):
             while page in self.pending:
                 entry = self.by_page[page]
@@ -377,6 +455,8 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget everything, and never register what running sequences have computed so far."""
+        for place in list(self.by_snapshot):
+            self._forget_snapshot(place)
         for entry in self._entries.values():
             entry.is_registered = False
             entry.parent = None
@@ -533,6 +613,8 @@ class PrefixCache:
             below += entry.children.values()
         for entry in reversed(below):
             entry.is_registered = False
+            if entry.snapshot != NO_PLACE:
+                self._forget_snapshot(entry.snapshot)
             del self._entries[entry.key.digest]
             for slot, page in enumerate(entry.slots):
                 if page != HOLE:
@@ -562,6 +644,20 @@ class PrefixCache:
             num_children += len(entry.children)
         assert num_children == num_below, f"{num_children} children for {num_below} entries that have a parent"
         assert sorted(placed) == kept, f"entries have {sorted(placed)} in their slots, the pool keeps {kept}"
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
+        held = () if self.snapshots is None else self.snapshots.held
+        if self.snapshots is not None:
+            self.snapshots.check()
+        placed = sorted(entry.snapshot for entry in self._entries.values() if entry.snapshot != NO_PLACE)
+        assert placed == sorted(held), f"entries have the snapshots {placed}, held are {sorted(held)}"
+        assert placed == sorted(self.by_snapshot), (
+            f"entries have the snapshots {placed}, not {sorted(self.by_snapshot)}"
+        )
+        for place, entry in self.by_snapshot.items():
+            is_own = entry.is_registered and entry.snapshot == place
+            assert is_own, f"snapshot {place} is listed with an entry that has snapshot {entry.snapshot}"
 
     def _check_entry(self, digest: bytes, entry: PrefixEntry, pages: Sequence[int]) -> None:
         slots = entry.slots

@@ -303,11 +303,12 @@ def mixed_cache(
     rope_dim: int = 0,
     index_dim: int = 0,
     shared_layers: frozenset[int] = frozenset(),
+    layers: Sequence[int] = (),
 ) -> CacheSpec:
     """Return the spec of a decoder whose layers have equal heads or latents, and each a format and perhaps a window.
 
     A window of at least `max_model_len` counts as none. `rope_dim`: that of a latent, else 0. `index_dim`: that of its
-    index, which `shared_layers` lack.
+    index, which `shared_layers` lack. `layers`: numbers of those with pages, if others keep states; default: all.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
@@ -315,7 +316,11 @@ def mixed_cache(
     )
     assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
     shape = num_kv_heads, head_dim, rope_dim, index_dim
-    return _laid_out(tuple(formats), shape, page_tokens, seen, shared_layers)
+    found = _laid_out(tuple(formats), shape, page_tokens, seen, shared_layers)
+    if not layers:
+        return found
+    numbered = (replace(own, layer=number) for own, number in zip(found.layers, layers, strict=True))
+    return replace(found, layers=tuple(numbered), has_states=True)
 
 
 @lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry

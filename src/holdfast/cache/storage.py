@@ -1,18 +1,19 @@
-"""PageStorage: planes of every layer in one arena; StateStorage: one place per runner slot. Both are allocated once.
+"""PageStorage: planes of every layer in one arena; StateStorage: places of states. Both are allocated once.
 
 With one group of layers, each plane of each layer is a tensor. With several, each plane of each kind is one tensor over
 all columns of a page. A layer has the slots of its own columns, which layers of different groups share page by page.
 Near planes are views of the codes' columns in another type (cache/near.py).
 
-P places of states, K entries in progress, D channels (cache/compressed.py)
+P places of states (cache/places.py), K entries in progress, D channels (cache/compressed.py), X the shape of a state
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from holdfast.cache.compressed import ENTRIES, STATE_OWNER, StateKind
+from holdfast.cache.compressed import ENTRIES
 from holdfast.cache.near import NEAR_PLANES, NearLayout
+from holdfast.cache.places import STATE_OWNER, PlaceKind
 from holdfast.cache.spec import CacheSpec
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
@@ -80,26 +81,28 @@ class PageStorage:
 class StateStorage:
     """All states of all layers. Positions alone decide which values of a place count, so none is ever cleared."""
 
-    def __init__(self, kinds: Sequence[StateKind], num_places: int, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, kinds: Sequence[PlaceKind], num_places: int, device: torch.device, ledger: Ledger) -> None:
         self.kinds = tuple(kinds)
-        self.num_places = num_places
+        self.num_places, self.device = num_places, device
         specs = tuple(kind.tensor(num_places) for kind in kinds)
         self._arena = Arena(STATE_OWNER, specs, device, ledger, f"{num_places} places")
         self._states: dict[tuple[str, int], torch.Tensor] = {}
         for kind, spec in zip(kinds, specs, strict=True):
             # Finite values, so that ignored ones are never NaN.
-            whole_LPK3D = self._arena.tensors[spec.name].zero_()
+            whole_LPX = self._arena.tensors[spec.name].zero_()
             for place, layer in enumerate(kind.layers):
-                self._states[kind.name, layer] = whole_LPK3D[place]
+                self._states[kind.name, layer] = whole_LPX[place]
 
     def state(self, layer: int, name: str = ENTRIES) -> torch.Tensor:
-        """Return a layer's float32 [P, K, 3, D] of entries or INDEX: largest gate, sum of weights, weighted sum."""
+        """Return a layer's states, [P, X].
+
+        Those of ENTRIES or INDEX are float32 [P, K, 3, D]: largest gate, sum of weights, weighted sum."""
         return self._states[name, layer]
 
     def copy_place(self, source: int, target: int) -> None:
-        """Copy the states of one slot to another, without allocating."""
-        for whole_LPK3D in self._arena.tensors.values():
-            whole_LPK3D[:, target].copy_(whole_LPK3D[:, source])
+        """Copy the states of one place to another, without allocating."""
+        for whole_LPX in self._arena.tensors.values():
+            whole_LPX[:, target].copy_(whole_LPX[:, source])
 
     def release(self) -> None:
         """Release the states; nothing can be read afterwards."""

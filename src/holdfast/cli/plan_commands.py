@@ -27,6 +27,7 @@ STARTING = (
     *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("kv_near_tokens", "kv_key_scale"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
+    *("state_snapshots", "snapshot_tokens"),
     *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )
 """Options with values that `plan` and other commands share, in output order."""

@@ -85,6 +85,8 @@ def _layers(declaration: DecoderDeclaration, kind: LayerKind, num_layers: int) -
     if spec.latent is not None and spec.latent.index is not None:
         index = replace(spec.latent.index, shared_layers=none if kind.index else every)
         made = replace(made, latent=replace(spec.latent, index=index))
+    if spec.state is not None:
+        made = replace(made, state=replace(spec.state, layers=every) if kind.has_state else None)
     if spec.compressed is not None:
         made = replace(made, compressed=replace(spec.compressed, compressors=(kind.compressor,) * num_layers))
     return declaration._replace(decoder=made)

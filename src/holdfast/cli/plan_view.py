@@ -61,7 +61,7 @@ def format_text(request: PlanRequest, resolved: Resolved) -> str:
     protected = resolved.protected
     if not protected.layers:
         return resolved.kv_format.name
-    count = f"{len(protected.layers)} of {request.declared.num_layers} layers"
+    count = f"{len(protected.layers)} of {len(resolved.all_layers.paged_layers)} layers"
     return f"{resolved.kv_format.name}, {count} in {protected.format.name}"
 
 

@@ -138,6 +138,7 @@ def _core(
         prefix_root=os.urandom(16),
         num_stages=config.pipeline_parallel_size,
         is_invariant=config.batch_invariant and plan.target.kind == "cuda",
+        state_rule=plan.state_rule,
     )
     # One step per stage; on one device, one runs while the next is prepared, if that helps.
     run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)

@@ -193,14 +193,19 @@ class PromptRows:
     Otherwise a long prompt would take all rows of every step, and a short one would wait for its end.
     """
 
-    def __init__(self, num_rows: int, num_shares: int = 1) -> None:
+    def __init__(self, num_rows: int, num_shares: int = 1, least: int = 1) -> None:
+        """`least`: rows of the shortest piece of a prompt."""
         self.left = num_rows
-        self._most = -(-num_rows // max(num_shares, 1))
+        self._least = least
+        self._most = max(-(-num_rows // max(num_shares, 1)), least)
 
-    def take(self, num_wanted: int, *, is_first: bool) -> int:
-        """Return the rows for a sequence with `num_wanted` left: all if 1, else a share. The first always gets one."""
+    def share(self, num_wanted: int, *, is_first: bool) -> int:
+        """Return the most rows for a sequence with `num_wanted` left: all if 1, else a share. The first may always go on."""
         if num_wanted <= 1:
             return num_wanted
-        num_taken = min(num_wanted, max(min(self.left, self._most), int(is_first)))
-        self.left = max(self.left - num_taken, 0)
-        return num_taken
+        return min(num_wanted, max(min(self.left, self._most), self._least if is_first else 0))
+
+    def use(self, num_wanted: int, num_taken: int) -> None:
+        """Take rows for a sequence with `num_wanted` left; the only one of a sequence is free."""
+        if num_wanted > 1:
+            self.left = max(self.left - num_taken, 0)

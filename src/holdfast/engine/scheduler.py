@@ -92,17 +92,16 @@ The caller must finish a sequence that has max_tokens of output, or got no token
 """
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
-from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
-from holdfast.cache.pages import PagePool
-from holdfast.cache.prefix import OpenRows, PrefixCache, PrefixHit, can_hit, strong_hash
-from holdfast.config import Limits
-from holdfast.engine.page_needs import PageNeeds, skipped
-from holdfast.engine.queues import PromptRows, Queues, SlotPool, named
+from holdfast.cache.groups import HOLE, by_position
+from holdfast.cache.prefix import OpenRows, PrefixHit
+from holdfast.cache.states import NO_PLACE
+from holdfast.engine.holdings import Holdings
+from holdfast.engine.page_needs import skipped
+from holdfast.engine.queues import PromptRows, named
 from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start, row_copies
-from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, check_table, new_pages
+from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
 from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 from holdfast.request.step import Admitted, Step, StepItem
@@ -113,119 +112,8 @@ def _rows_alike(sequence: Sequence, start: int) -> int:
     return max(sequence.num_prompt_tokens - start, 1)
 
 
-class Scheduler:
-    """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any time between.
-
-    `groups`: the cache groups of the model; default: one that keeps the whole context.
-    `prefix_root`: random bytes, so that clients cannot predict the names of cached pages.
-    `num_stages`: stages of a pipeline, and steps in flight with different sequences.
-    `is_invariant`: a row is computed alike in every batch; excludes draft tokens.
-    """
-
-    def __init__(
-        self,
-        limits: Limits,
-        num_pages: int,
-        enable_prefix_caching: bool,
-        max_queue: int,
-        *,
-        groups: SequenceABC[CacheGroup] = (),
-        prefix_root: bytes = b"",
-        prefix_hash: Callable[[bytes], bytes] = strong_hash,
-        num_stages: int = 1,
-        is_invariant: bool = False,
-    ) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_tokens"):
-            assert getattr(limits, name) >= 1, f"{name}={getattr(limits, name)}"
-        assert limits.sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
-        assert num_stages >= 1, f"{num_stages=}"
-        self.limits = limits
-        self.max_queue = max_queue
-        self.num_stages = num_stages
-        self.is_invariant = is_invariant
-        self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
-        self.pool = PagePool(num_pages, len(self.groups))
-        self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
-        self._shares = enable_prefix_caching
-        self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
-        self._needs = PageNeeds(limits, num_pages, self.groups)
-        self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
-        self._has_states = any(group.has_state for group in self.groups)
-        self.tokens_again = tokens_again(self.groups)
-        self._queues = Queues()
-        self._slots = SlotPool(limits.max_num_seqs)
-        self._tracks: dict[int, Track] = {}
-        self._blocked: Blocked | None = None
-        self._offered: tuple[int, int] | None = None
-        """The first waiting sequence and the number of running ones when rows were last reserved for it."""
-        self.in_flight: deque[LiveStep] = deque()
-        """Steps that are not booked, the oldest first."""
-        self._short: Sequence | None = None
-        """Sequence of a pipeline that lacks pages; until it is served, no other step is returned."""
-        self._quarantine: list[Quarantined] = []
-        self._released: list[int] = []
-        """Slots that the next step releases."""
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_prefix_query_tokens = 0
-        """Tokens of sequences that could share at their first admission."""
-        self.num_prefix_hit_tokens = 0
-        """Those of them found on pages, cached or of the same step; for a fork, all but the last token."""
-
-    @property
-    def num_waiting(self) -> int:
-        return self._queues.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self._queues.num_running
-
-    @property
-    def num_decoding(self) -> int:
-        """Running sequences whose whole prompt is scheduled."""
-        return sum(one.num_scheduled >= one.num_prompt_tokens for one in self._queues.running)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that are not booked."""
-        return len(self.in_flight)
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Return a copy, in order."""
-        return self._queues.running
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """Return a copy, in order."""
-        return self._queues.waiting
-
-    def first_waiting(self, most: int) -> list[Sequence]:
-        """The next waiting sequences, at most `most`."""
-        return self._queues.waiting_up_to(most)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the pages that sequences hold, those in quarantine included."""
-        return 1.0 - self.pool.num_available / self.pool.num_pages
-
-    def pages_by_group(self) -> dict[str, int]:
-        """Pages that sequences hold, by name of the group; a shared page counts once."""
-        held: dict[str, int] = {}
-        for group, num_owned in zip(self.groups, self.pool.num_owned_by_group, strict=True):
-            held[group.name] = held.get(group.name, 0) + num_owned
-        return held
-
-    def pages_held(self, sequence: Sequence) -> tuple[int, ...]:
-        """Pages of a sequence in each group, shared ones included, without reading its tables."""
-        num_kept = sequence.num_kept
-        return tuple(
-            group.num_held(len(table), num_kept) for group, table in zip(self.groups, sequence.tables, strict=True)
-        )
-
-    def check_fits(self, sequence: Sequence) -> None:
-        """Raise RequestError for a sequence that can never run."""
-        self._needs.max_pages(sequence)
+class Scheduler(Holdings):
+    """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any time between."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence; raise for one that can never run or a full queue."""
@@ -249,12 +137,12 @@ class Scheduler:
         items: list[ScheduledSequence] = []
         full: list[tuple[Sequence, int]] = []
         block_tokens, ends_prompt = self.prefix.block_tokens, False
-        budget = self.limits.max_num_batched_tokens
+        budget, least = self.limits.max_num_batched_tokens, self.least_rows
         rows, num_preemptions = self._prompt_rows(max_prompt_rows), self.num_preemptions
         if self._short is not None and not self.serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self.stage_share()
-        assert propose is None or not self.is_invariant, "rows of draft tokens would be computed together"
+        assert propose is None or not self.has_unlike_rows, "rows of draft tokens would be computed together"
         guesses = None if propose is None or self._has_states else Guesses(propose, self.spare_rows())
         for num_before, sequence in enumerate(running):
             # Victims are the last: every sequence after the first victim is one too, and none before it.
@@ -262,12 +150,8 @@ class Scheduler:
                 break
             track = self._tracks[sequence.sequence_id]
             start, num_tokens = sequence.num_scheduled, len(sequence.token_ids) + sequence.num_coming
-            num_new_tokens = min(num_tokens - start, track.longest - start, budget)
-            if self._windows:
-                num_new_tokens = min(num_new_tokens, self.most_ahead(sequence))
-            if self.is_invariant:
-                num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
-            num_new_tokens = rows.take(num_new_tokens, is_first=not items)
+            most = min(num_tokens - start, track.longest - start, budget)
+            num_new_tokens = self._take_rows(sequence, most, rows, is_first=not items)
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -290,21 +174,37 @@ class Scheduler:
         # From here on the step is certain, so admitted sequences may start on what it computes.
         for sequence, end in full:
             self.register(sequence, end, self.num_steps + 1)
+            self.take_snapshot(sequence, end)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self.admit_waiting(items, min(budget, max(rows.left, int(not items))), ends_prompt)
+            self.admit_waiting(items, min(budget, max(rows.left, 0 if items else least)), ends_prompt)
         if items:
             return self.launched(items)
         is_stuck = self.in_flight and self._quarantine and self.num_waiting
         return None if is_stuck else LiveStep(())
 
+    def _take_rows(self, sequence: Sequence, most: int, rows: PromptRows, *, is_first: bool) -> int:
+        """Return how many rows of a running sequence are computed next, at most `most`."""
+        start = sequence.num_scheduled
+        if self._windows:
+            most = min(most, self.most_ahead(sequence))
+        if self.has_unlike_rows:
+            most = min(most, _rows_alike(sequence, start))
+        num_rows = rows.share(most, is_first=is_first)
+        if self.state_rule is not None and start < sequence.num_prompt_tokens:
+            num_rows = self.cut(sequence, start, num_rows)
+        rows.use(most, num_rows)
+        return num_rows
+
     def _prompt_rows(self, most: int | None) -> PromptRows:
         """Prompt rows of the next step. A waiting prompt has a share, once until a sequence arrives or leaves."""
+        least = self.least_rows
         if most is None:
-            return PromptRows(self.limits.max_num_batched_tokens)
+            return PromptRows(self.limits.max_num_batched_tokens, least=least)
+        most = max(most, least) if most else 0
         has_place = self.num_waiting > 0 and self._slots.num_free > 0
         waiting = (self._queues.first_waiting.sequence_id, self.num_running) if has_place else None
         may_admit, self._offered = waiting not in (None, self._offered), waiting
-        return PromptRows(most, self.num_running - self.num_decoding + may_admit)
+        return PromptRows(most, self.num_running - self.num_decoding + may_admit, least)
 
     def complete(self, step: LiveStep, token_ids: SequenceABC[SequenceABC[int]]) -> None:
         """Book the oldest step in flight: its positions are computed, and its sampled tokens appended.
@@ -316,7 +216,7 @@ class Scheduler:
         assert is_oldest, "only the oldest step in flight can be completed, and only once"
         assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} results for {len(step.scheduled)} sequences"
         self.in_flight.popleft()
-        if self.prefix.pending:
+        if self.prefix.pending or self.snapshots is not None:
             self.prefix.settle(step.step.number)
         for item, chosen in zip(step.scheduled, token_ids, strict=True):
             if item.sequence.state is SequenceState.RUNNING:
@@ -354,6 +254,8 @@ class Scheduler:
         for sequence in self._queues.running:
             self.prefix.rewind(self._tracks[sequence.sequence_id].chain, sequence.num_kept)
         self.prefix.forget_pending()
+        if self.snapshots is not None:
+            self.snapshots.settle(self.num_steps)
         self._blocked = None
         for item in (item for step in steps for item in step.scheduled):
             sequence = item.sequence
@@ -405,10 +307,12 @@ class Scheduler:
             sequence.num_coming += item.samples
             track.last_step = self.num_steps
             if not track.is_sent:
-                new.append(admitted(sequence, -1 if item.source is None else item.source.slot, track.copies))
+                new.append(admitted(sequence, -1 if item.source is None else item.source.slot, track))
                 track.is_sent = True
             pages = new_pages(sequence, track) if track.is_grown else ()
-            sent.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
+            positions = item.start, item.num_new_tokens, item.samples
+            sent.append(StepItem(sequence.slot, *positions, pages, item.proposals, track.state_to))
+            track.state_to = NO_PLACE
         step = Step(self.num_steps, tuple(self._released), tuple(new), tuple(sent))
         self._released.clear()
         live = LiveStep(tuple(items), step)
@@ -442,11 +346,54 @@ class Scheduler:
         if not self._caches_prefixes:
             return
         num_tokens = min(num_tokens, len(sequence.token_ids))
-        if self.is_invariant:
+        if self.has_unlike_rows:
             num_tokens = min(num_tokens, sequence.num_prompt_tokens)
         chain = self._tracks[sequence.sequence_id].chain
         if num_tokens // self.prefix.block_tokens > chain.num_blocks:
             self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
+
+    def cut(self, sequence: Sequence, start: int, most: int) -> int:
+        """Return the rows of the next piece of a prompt with states, at most `most`; 0 if these are too few for one.
+
+        A piece ends where its state will be wanted: at the last whole block of the prompt, where cached pages ended,
+        where the next sequence to start differs, and every `snapshot_tokens`.
+        """
+        assert self.state_rule is not None and self.snapshots is not None, f"{named(sequence)} has no state"  # noqa: PT018
+        num_rows = self.state_rule.piece(start, sequence.num_prompt_tokens, most)
+        track, end, block_tokens = self._tracks[sequence.sequence_id], start + num_rows, self.prefix.block_tokens
+        track.snapshot_at = 0
+        if not self._caches_prefixes or end // block_tokens == start // block_tokens:
+            return num_rows
+        last = (sequence.num_prompt_tokens - 1) // block_tokens * block_tokens
+        wanted = last, track.branch_at, self._common_tokens(sequence, start)
+        every = -(-self.state_rule.snapshot_tokens // block_tokens) * block_tokens
+        between = range((start // every + 1) * every, end + 1, every)
+        for position in sorted([place for place in (*wanted, *between) if start < place <= end]):
+            track.is_between = position not in wanted
+            has_place = self.snapshots.find(self.num_steps + 1, is_between=track.is_between) != NO_PLACE
+            if has_place and self.prefix.lacks_snapshot(track.chain, sequence.token_ids, position):
+                track.snapshot_at = position
+                return position - start
+        return num_rows
+
+    def _common_tokens(self, sequence: Sequence, start: int) -> int:
+        """Return the tokens of whole blocks that a prompt, which goes on at `start`, shares with the next to start."""
+        follower = self._queues.first_waiting if self.num_waiting else None
+        if follower is None or not self.uses_cache(follower):
+            return 0
+        first, own = start // self.prefix.block_tokens, self._tracks[sequence.sequence_id].chain
+        pair = (own, sequence.token_ids), (self._tracks[follower.sequence_id].chain, follower.token_ids)
+        most = (min(sequence.num_prompt_tokens, len(follower.token_ids) - 1)) // self.prefix.block_tokens
+        return min(self.prefix.num_common(*pair, first), most) * self.prefix.block_tokens
+
+    def take_snapshot(self, sequence: Sequence, end: int) -> None:
+        """Keep the state of a sequence that the next step computes up to `end`, if its piece was cut for that."""
+        track = self._tracks[sequence.sequence_id]
+        if self.snapshots is not None and track.snapshot_at == end:
+            track.state_to = self.prefix.take_snapshot(
+                track.chain, end, self.num_steps + 1, is_between=track.is_between
+            )
+            track.snapshot_at = 0
 
     def leave_quarantine(self, number: int) -> None:
         """Release pages and slots that step `number` was the last to write."""
@@ -570,10 +517,11 @@ class Scheduler:
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
             start = hit_start(self.hit(sequence), self.tokens_again)
-            has_to_wait = budget == 0 or self.prefix.is_computed_by(start.hit, self.num_steps + 1)
+            has_to_wait = not self._has_rows(sequence, start, budget)
+            has_to_wait = has_to_wait or self.prefix.is_computed_by(start.hit, self.num_steps + 1)
             # With one row left there is nothing to copy, and a step of single rows stays one.
             if source is not None and (has_to_wait or start.num_computed < len(sequence.token_ids) - 1):
-                fork = fork_start(start.hit, source, self.groups)
+                fork = fork_start(self.hit(sequence, needs_state=False), source, self.groups)
                 if claims + self._num_taken(sequence, fork) <= self.pool.num_available:
                     start = fork
             if has_to_wait and start.source is None:
@@ -583,6 +531,8 @@ class Scheduler:
                 # Shared pages of a window are released later, and a copied page takes another: it may fit without them.
                 may_fit = self._windows or start.hit.open_rows
                 start = hit_start(self.prefix.miss(), self.tokens_again) if may_fit else start
+                if not self._has_rows(sequence, start, budget):
+                    return
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
@@ -603,6 +553,12 @@ class Scheduler:
             budget -= item.num_rows
             num_left -= item.num_logits
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
+
+    def _has_rows(self, sequence: Sequence, start: Start, budget: int) -> bool:
+        """True if a step with `budget` rows left can go on from a start."""
+        if self.state_rule is None or start.num_computed >= sequence.num_prompt_tokens:
+            return budget != 0
+        return self.state_rule.piece(start.num_computed, sequence.num_prompt_tokens, budget) > 0
 
     def _most_admitted(self) -> int:
         """Return the most sequences of a pipeline step, admitted ones included."""
@@ -636,8 +592,10 @@ class Scheduler:
         num_new_tokens = len(sequence.token_ids) - first
         if start.source is None:
             num_new_tokens = min(num_new_tokens, max_new_tokens)
-            if self.is_invariant:
+            if self.has_unlike_rows:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
+            if self.state_rule is not None and first < sequence.num_prompt_tokens:
+                num_new_tokens = self.cut(sequence, first, num_new_tokens)
         # It gets a page of its own to release, even if its first step does not reach the end of the hit.
         has_grown = self.grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without pages"
@@ -645,6 +603,7 @@ class Scheduler:
         if start.source is None:
             # A fork's own pages are copied after the forward pass: nothing of this step may read them.
             self.register(sequence, first + num_new_tokens, self.num_steps + 1)
+            self.take_snapshot(sequence, first + num_new_tokens)
         samples = first + num_new_tokens == len(sequence.token_ids)
         return ScheduledSequence(sequence, first, num_new_tokens, samples, (), start.source)
 
@@ -656,6 +615,12 @@ class Scheduler:
         is_copied = start.source is not None or bool(start.hit.open_rows)
         track.ready_step = self.num_steps + 1 if is_copied else self.prefix.pending_step(sequence.tables)
         track.copies = ()
+        track.state_from, track.state_to, track.snapshot_at = NO_PLACE, NO_PLACE, 0
+        track.branch_at = start.hit.num_known * self.prefix.block_tokens
+        if self.snapshots is not None and start.source is None and start.hit.snapshot != NO_PLACE:
+            track.state_from = start.hit.snapshot
+            self.snapshots.read(track.state_from, self.num_steps + 1)
+            self.num_snapshot_hits += 1
         self._hold(start.hit.open_rows)
         track.num_sent = [0] * len(self.groups)
         track.is_grown = True
@@ -669,16 +634,17 @@ class Scheduler:
             tables = [[rows.page] if index == rows.group else [] for index in range(len(self.groups))]
             self._quarantine.append(Quarantined(self.num_steps + 1, -1, tables))
 
-    def hit(self, sequence: Sequence) -> PrefixHit:
-        """Find cached pages to start on; the last token is always computed, for its logits."""
+    def hit(self, sequence: Sequence, *, needs_state: bool = True) -> PrefixHit:
+        """Find cached pages to start on, and a snapshot after them; the last token is always computed, for its logits."""
         if not self.uses_cache(sequence):
             return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain
         most = len(sequence.token_ids) - 1
-        if self.is_invariant:
+        if self.has_unlike_rows:
             # Its output may be in the prompt of another sequence.
             most = min(most, sequence.num_prompt_tokens)
-        return self.prefix.match(chain, sequence.token_ids, most)
+        match = self.prefix.match if needs_state else self.prefix.match_pages
+        return match(chain, sequence.token_ids, most)
 
     def is_still_blocked(self, sequence: Sequence) -> bool:
         """True if nothing has changed since this sequence did not fit: no sequence left or claims less, and its prefix hit is
@@ -702,98 +668,3 @@ class Scheduler:
 
     def uses_cache(self, sequence: Sequence) -> bool:
         return self._caches_prefixes and sequence.use_prefix_cache
-
-    def _claim(self, sequence: Sequence) -> int:
-        num_owners, longest = self.pool.num_owners, self._tracks[sequence.sequence_id].longest
-        return self._needs.claim(
-            sequence, sequence.tables, sequence.num_kept, longest, lambda page: num_owners(page) > 1
-        )
-
-    def _release_pages(self, sequence: Sequence) -> None:
-        self.pool.release_many(by_position(self.groups, sequence.tables))
-        # Not cleared in place: callers may hold the old lists.
-        sequence.tables = [[] for _ in self.groups]
-
-    def release_slot(self, sequence: Sequence, track: Track) -> None:
-        """Release its slot, if it has one; the next step sends that if the runner knows it."""
-        if sequence.slot >= 0:
-            self._slots.put(sequence.slot)
-            if track.is_sent:
-                self._released.append(sequence.slot)
-        track.is_sent = False
-        sequence.slot = -1
-
-    def check(self) -> None:
-        """Assert that owners account for all pages, and every sequence is in one place, in order, within the limits."""
-        self.pool.check()
-        self.prefix.check()
-        self._queues.check()
-        running, waiting = self._queues.running, self._queues.waiting
-        ids = sorted(sequence.sequence_id for sequence in (*running, *waiting))
-        assert ids == sorted(self._tracks), f"queues hold {ids}, tracked are {sorted(self._tracks)}"
-        max_num_seqs = self.limits.max_num_seqs
-        assert len(running) <= max_num_seqs, f"{len(running)} sequences run, {max_num_seqs=}"
-        for sequence in waiting:
-            is_idle = not any(sequence.tables) and sequence.num_kept == sequence.num_scheduled == 0
-            is_idle = is_idle and sequence.slot < 0 and sequence.num_coming == 0
-            assert is_idle, f"{named(sequence)} waits: {sequence.tables=} {sequence.num_computed=} {sequence.slot=}"
-        self._check_in_flight(running)
-        for sequence in running:
-            self._check_running(sequence)
-        num_owners = [0] * self.pool.num_pages
-        for tables in (*(sequence.tables for sequence in running), *(held.tables for held in self._quarantine)):
-            for table in tables:
-                for page in table:
-                    if page != HOLE:
-                        num_owners[page] += 1
-        counted = self.pool.owner_counts()
-        assert num_owners == counted, f"sequences hold pages {num_owners} times, the pool counts {counted}"
-
-    def _check_in_flight(self, running: list[Sequence]) -> None:
-        """Assert that steps in flight are the latest and add up to what is scheduled and coming."""
-        numbers = [step.step.number for step in self.in_flight]
-        latest = list(range(self.num_steps - len(numbers) + 1, self.num_steps + 1))
-        assert numbers == latest, f"steps {numbers} are in flight, of {self.num_steps}"
-        slots = [sequence.slot for sequence in running] + [held.slot for held in self._quarantine]
-        self._slots.check([slot for slot in slots if slot >= 0])
-        for held in self._quarantine:
-            assert held.last_step in numbers, f"slot {held.slot} is kept for step {held.last_step}, of {numbers}"
-        ends = {sequence.sequence_id: sequence.num_computed for sequence in running}
-        coming = dict.fromkeys(ends, 0)
-        for item in (item for step in self.in_flight for item in step.scheduled):
-            sequence = item.sequence
-            assert sequence.state is not SequenceState.WAITING, f"{named(sequence)} waits and is in flight"
-            if sequence.state is SequenceState.RUNNING:
-                end = ends[sequence.sequence_id]
-                is_alone = self.num_stages == 1 or end == sequence.num_computed
-                assert is_alone, f"{named(sequence)} is in two stages of a pipeline"
-                assert item.start == end, f"{named(sequence)} has a step in flight from {item.start} on, after {end}"
-                ends[sequence.sequence_id] += item.num_new_tokens
-                coming[sequence.sequence_id] += item.samples
-        for sequence in running:
-            is_right = (sequence.num_scheduled, sequence.num_coming) == (
-                ends[sequence.sequence_id],
-                coming[sequence.sequence_id],
-            )
-            assert is_right, (
-                f"{named(sequence)} has {sequence.num_scheduled=} {sequence.num_coming=}, in flight are "
-                f"{coming[sequence.sequence_id]} tokens up to {ends[sequence.sequence_id]}"
-            )
-
-    def _check_running(self, sequence: Sequence) -> None:
-        track, tables = self._tracks[sequence.sequence_id], sequence.tables
-        most = min(self._needs.capacity(tables), self.limits.max_model_len, len(sequence.token_ids))
-        assert sequence.num_computed <= most, f"{named(sequence)} has more computed tokens than {most}"
-        num_sent = [min(sent, len(table)) for sent, table in zip(track.num_sent, tables, strict=True)]
-        assert num_sent == track.num_sent, f"{named(sequence)} has {tables}, sent are {track.num_sent}"
-        is_grown = any(sent < len(table) for sent, table in zip(num_sent, tables, strict=True))
-        assert track.is_grown >= is_grown, f"{named(sequence)} has new pages in {tables}, sent are {num_sent}"
-        pages = [page for table in tables for page in table if page != HOLE]
-        assert len(pages) <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
-        assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
-        for group, table in zip(self.groups, tables, strict=True):
-            check_table(sequence, group, table, track.end, self.limits.max_num_batched_tokens)
-        assert len(pages) == sum(self.pages_held(sequence)), f"{named(sequence)} holds {pages}, counted otherwise"
-        num_full = max(sequence.num_kept, sequence.num_scheduled) // self.prefix.block_tokens
-        num_registered = track.chain.num_blocks
-        assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.prefix import PrefixChain, PrefixHit
+from holdfast.cache.states import NO_PLACE
 from holdfast.engine.queues import named
 from holdfast.request.sequence import Sequence
 from holdfast.request.step import Admitted, RowCopy
@@ -37,6 +38,16 @@ class Track:
     """True if its tables have pages that no step has sent."""
     copies: tuple[RowCopy, ...] = ()
     """Rows that its first step copies."""
+    state_from: int = NO_PLACE
+    """The snapshot that its first step starts with."""
+    state_to: int = NO_PLACE
+    """The snapshot that gets its state after the next step."""
+    snapshot_at: int = 0
+    """Where its next piece was cut for a snapshot; 0: nowhere."""
+    is_between: bool = False
+    """That snapshot is between others (cache/states.py)."""
+    branch_at: int = 0
+    """Tokens of its prompt that were on cached pages when it started: another prompt branches off there, or ends."""
     num_sent: list[int] = field(default_factory=list)
     """Places of each table that steps have sent."""
 
@@ -79,12 +90,12 @@ class Guesses:
     """Pages claimed by running sequences; None until a draft token needs a page."""
 
 
-def admitted(sequence: Sequence, fork_of: int, copies: tuple[RowCopy, ...]) -> Admitted:
+def admitted(sequence: Sequence, fork_of: int, track: Track) -> Admitted:
     """Describe a sequence that takes a slot; `fork_of`: the slot that it forks from, or -1."""
     return Admitted(
         *(sequence.slot, sequence.sequence_id, tuple(sequence.token_ids), sequence.num_prompt_tokens),
         *(sequence.params, sequence.seed, sequence.bad_word_ids, sequence.num_stored, fork_of, sequence.is_pooled),
-        copies,
+        *(track.copies, track.state_from),
     )
 
 

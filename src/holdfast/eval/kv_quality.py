@@ -218,7 +218,7 @@ def format_note(plan: RunnerPlan, runner: Runner) -> str:
     protected, notes = plan.resolved.protected, []
     if protected.layers:
         notes.append(f"layers {numbers(protected.layers)} in {protected.format.name}")
-    if num_scaled_heads(runner.backend):
+    if num_scaled_heads(runner.backend.paged):
         notes.append("keys scaled by pair")
     if plan.resolved.near_tokens:
         size = format_bytes(plan.resolved.near_bytes())

@@ -17,6 +17,8 @@ from holdfast.families.latent.torch_backend import TorchLatentAttention
 from holdfast.families.latent.triton_backend import TritonLatentAttention
 from holdfast.families.sparse.torch_backend import TorchSparseLatentAttention
 from holdfast.families.sparse.triton_backend import TritonSparseLatentAttention
+from holdfast.families.state.backend import HybridAttention, StateBackend
+from holdfast.families.state.declarations import HybridDeclaration
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,17 @@ class BackendInputs:
     pair_scales: PairScales | None = None
     """Factors of keys before they are quantized, and of queries."""
     states: StateStorage | None = None
-    """States of compressed layers, if one has entries."""
+    """States outside the pages, if some layer has one."""
 
 
 def build_backend(
     declaration: BackendDeclaration, specs: Sequence[Any], storage: PageStorage, inputs: BackendInputs
 ) -> AttentionBackend:
     """Build the backend of a declaration; `specs` are those of its family."""
+    if isinstance(declaration, HybridDeclaration):
+        assert inputs.states is not None, f"{declaration.name} has no states"
+        states = StateBackend(inputs.states, inputs.bounds, inputs.states.device)
+        return HybridAttention(declaration.name, build_backend(declaration.attention, specs, storage, inputs), states)
     name, machine = declaration.name, (inputs.bounds, inputs.num_sms)
     names = "k_means", "key_biases", "sinks", "pair_scales"
     layers = {one: getattr(inputs, one) for one in names}

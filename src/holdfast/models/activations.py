@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.attention.declarations import SELECTED
+from holdfast.families.state.spec import SCRATCH
 from holdfast.kernels.geometry import (
     BLOCK_SCALED_BLOCK_N,
     BLOCK_SCALED_ROWS,
@@ -58,6 +59,7 @@ class StepRequests(NamedTuple):
     chosen: Request
     embed: Request
     attention: Request
+    state: Request
     mlp: Request
     experts: Request | None
     codes: Request
@@ -74,6 +76,7 @@ def step_requests(
         chosen_request(spec, scratch),
         embed_request(spec, num_rows, dtype),
         attention_request(spec, num_rows, dtype, scratch),
+        state_request(spec, num_rows, dtype, scratch),
         mlp_request(spec, num_rows, dtype),
         None if experts is None else experts_request(experts, spec.hidden_size, num_rows, dtype),
         quantized_rows_request(spec, num_rows, 0, recipe),
@@ -97,7 +100,14 @@ def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple
     """Request one layer's attention: fused projection, queries, outputs, and most of the backend's scratch."""
     lasting = chosen_request(spec, scratch).specs
     own = spec.attention.tensors(spec.num_heads, spec.head_dim, num_rows, dtype)
-    return Request(LAYERS, "attention", (*own, *(one for one in scratch if one not in lasting)))
+    others = (one for one in scratch if one not in lasting and not one.name.startswith(SCRATCH))
+    return Request(LAYERS, "attention", (*own, *others))
+
+
+def state_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]) -> Request:
+    """Request a layer with a state: its projections, its output, and its backend's scratch; empty without such layers."""
+    own = () if spec.state is None else spec.state.tensors(num_rows, dtype)
+    return Request(LAYERS, "state", (*own, *(one for one in scratch if one.name.startswith(SCRATCH))))
 
 
 def mlp_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
@@ -139,6 +149,8 @@ def gathered_inputs(spec: ModelSpec) -> list[tuple[str, int, int]]:
     if not spec.gathers:
         return []
     inputs = [("linear", 1, spec.attended_size)]
+    if spec.state is not None:
+        inputs.append(("linear", 1, spec.state.value_size))
     if spec.has_mlp:
         inputs.append(("linear", 1, spec.intermediate_size))
     experts = spec.experts
@@ -216,7 +228,7 @@ def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
 def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """List outputs and inputs of the layers' weights other than experts, and of projections of the embedding."""
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    shapes = [*spec.attention_products]
+    shapes = [*spec.layer_products]
     if embedding != hidden:
         shapes += [(hidden, embedding), (embedding, hidden)]
     if spec.has_mlp:
@@ -231,7 +243,7 @@ def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple
     """List the kinds of weights that a step multiplies by, with rows and columns of their inputs."""
     hidden = spec.hidden_size
     embedding = spec.embedding_size or hidden
-    products = [("linear", num_rows, size_k) for _, size_k in spec.attention_products]
+    products = [("linear", num_rows, size_k) for _, size_k in spec.layer_products]
     products.append(("head", num_logit_rows, embedding))
     if embedding != hidden:
         products += [("linear", num_rows, embedding), ("linear", num_logit_rows, hidden)]
@@ -279,7 +291,7 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     """Return True if small batches can take the fused decode path: bfloat16 on a GPU, norm first, gate with silu.
 
     Ranks add up parts and gather none (`exact` keeps the products of one rank). No index chooses tokens (DSA), no table
-    chooses experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
+    chooses experts, no layer keeps a state, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
     In float16 an x whose RMSNorm is deferred could overflow.
     Two more checks follow: of the weights (`declined` in models/fused_decode.py) and of a step (`fits_fused_decode`).
     """
@@ -292,6 +304,7 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and not spec.gathers
         and (spec.latent is None or spec.latent.index is None)
         and spec.compressed is None
+        and spec.state is None
         and spec.streams is None
         and (spec.experts is None or not spec.experts.table_layers)
         and (scheme is None or scheme.block_columns == 0)
@@ -316,13 +329,13 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
     if recipe.scheme is None or not recipe.ignore:
         return recipe.scheme
     ignored = frozenset(recipe.ignore)
-    attention = spec.attention.modules
-    modules = {True: attention, False: (*attention, "gate_up" if spec.gated_mlp else "up", "down")}
-    names = (
-        f"layers.{layer}.{module}.weight"
-        for layer in range(spec.num_layers)
-        for module in modules[spec.layer_experts(layer) is not None]
-    )
+    mlp = ("gate_up" if spec.gated_mlp else "up", "down")
+
+    def modules(layer: int) -> tuple[str, ...]:
+        own = spec.state.modules if spec.state is not None and spec.has_state(layer) else spec.attention.modules
+        return own if spec.layer_experts(layer) is not None else (*own, *mlp)
+
+    names = (f"layers.{layer}.{module}.weight" for layer in range(spec.num_layers) for module in modules(layer))
     return None if all(name in ignored for name in names) else recipe.scheme
 
 

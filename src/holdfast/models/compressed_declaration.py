@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.cache.compressed import place_bytes
+from holdfast.cache.places import place_bytes
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import (

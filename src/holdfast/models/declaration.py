@@ -6,12 +6,14 @@ from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 from holdfast.cache.compressed import ENTRIES, StateKind, list_states
+from holdfast.cache.places import PlaceKind
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.distributed.mesh import Mesh
 from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.families.sparse.spec import SparseAttentionSpec
+from holdfast.families.state.spec import StateSpec
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request
 from holdfast.models.declared_weights import Weight
@@ -76,6 +78,10 @@ class HeadGeometry(NamedTuple):
     """Layers whose entries overlap, with an index to choose among them."""
     form_heads: int = 0
     """Compressed attention: `ModelSpec.form_heads`."""
+    has_output_gate: bool = False
+    """Grouped attention: the fused projection has a gate after each query head."""
+    state: StateSpec | None = None
+    """Layers that keep a state and no pages; None: none."""
 
     @property
     def is_compressed(self) -> bool:
@@ -86,6 +92,16 @@ class HeadGeometry(NamedTuple):
     def states(self) -> tuple[StateKind, ...]:
         """The states of tokens that are not part of an entry yet."""
         return list_states(self.ratios, self.overlapped_layers, self.head_dim, self.index_dim)
+
+    def place_kinds(self, dtype: str) -> tuple[PlaceKind, ...]:
+        """List what a sequence keeps outside its pages; `dtype` is that of activations."""
+        return self.states if self.state is None else self.state.parts(dtype)
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """Layers whose tokens are on pages: all that keep no state."""
+        state_layers = frozenset() if self.state is None else self.state.layers
+        return tuple(layer for layer in range(len(self.windows)) if layer not in state_layers)
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str
@@ -118,7 +134,8 @@ class HeadGeometry(NamedTuple):
         base = cache, self.num_heads, self.score_scale, window, max_model_len, dtype, device_kind, group
         if not self.rope_dim:
             has_key_bias = self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized
-            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks)
+            gated = self.has_output_gate
+            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks, has_output_gate=gated)
         if not self.index_heads:
             return LatentAttentionSpec(*base, nope_dim=self.nope_dim, value_dim=self.value_dim)
         return SparseAttentionSpec(

@@ -97,11 +97,13 @@ class DeclaredModel:
         return cast("_Made", self._memo[key])
 
     def first_layers(self, num_layers: int) -> "DeclaredModel | None":
-        """Keep only the first layers; None if layers are not declared one by one."""
+        """Keep only the first layers; None if layers are not declared one by one, or none of these has pages."""
         declaration = self.declaration
         if not isinstance(declaration, DecoderDeclaration):
             return None
         spec = declaration.decoder.first_layers(num_layers)
+        if spec.state is not None and len(spec.state.layers) == num_layers:
+            return None  # pages are planned by layers that attend to tokens
         return replace(
             self,
             spec=None if self.spec is None else spec,

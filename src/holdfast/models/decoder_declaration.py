@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.cache.places import place_bytes
 from holdfast.distributed.mesh import Mesh
+from holdfast.families.state.spec import StateSpec
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import (
     Request,
@@ -48,6 +50,9 @@ class DecoderDeclaration(NamedTuple):
             )
         if reason is None and spec.has_mlp:
             reason = split(spec.intermediate_size, num_ranks, "columns of the MLP")
+        if reason is None and spec.state is not None:
+            reason = split(spec.state.key_heads, num_ranks, "key heads of layers with a state")
+            reason = reason or self._stage_without_tokens(mesh, spec.state)
         if reason is None and spec.experts is not None:
             reason = indivisible_experts(spec.experts, mesh)
         if reason is None and mesh.is_exact:
@@ -55,6 +60,13 @@ class DecoderDeclaration(NamedTuple):
         if reason is None and num_ranks > 1 and spec.vocab_size <= -(-spec.vocab_size // num_ranks) * (num_ranks - 1):
             reason = f"a vocabulary of {spec.vocab_size} tokens leaves none for the last of {num_ranks} ranks"
         return reason
+
+    def _stage_without_tokens(self, mesh: Mesh, state: StateSpec) -> str | None:
+        """Return None, or why a pipeline stage cannot run: pages are planned by layers that attend to tokens."""
+        layers = mesh.layer_range(self.decoder.num_layers)
+        if mesh.layers is None or any(layer not in state.layers for layer in layers):
+            return None
+        return f"layers {layers.start} to {layers.stop - 1} all keep a state, and a stage needs one that attends to tokens"
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
         spec = self.decoder
@@ -77,11 +89,11 @@ class DecoderDeclaration(NamedTuple):
         return [weight_of(parameter, natives.get(parameter.kind)) for parameter in shared]
 
     @property
-    def units(self) -> tuple[int, int, int]:
-        """Units that ranks must not cut: query heads, key heads, groups of heads (`shard_parameters`)."""
+    def units(self) -> tuple[int, int, int, StateSpec | None]:
+        """Units that ranks must not cut: query heads, key heads, groups of heads, states (`shard_parameters`)."""
         compressed = self.decoder.compressed
         groups = 1 if compressed is None else compressed.num_output_groups
-        return self.decoder.num_heads, self.decoder.num_kv_heads, groups
+        return self.decoder.num_heads, self.decoder.num_kv_heads, groups, self.decoder.state
 
     def _as_in(self, layer: int, first: int, other: int, weights: list[Weight]) -> list[Weight]:
         """Copy another layer's weights to this one: only names differ, and a layer may have hundreds of experts."""
@@ -104,10 +116,13 @@ class DecoderDeclaration(NamedTuple):
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         spec = self.rank(mesh)
-        return (CacheRows("attention", spec.num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
+        num_layers = spec.num_layers - (0 if spec.state is None else len(spec.state.layers))
+        return (CacheRows("attention", num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
 
     def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
-        return 0
+        """Return the bytes of a sequence's states, if activations have the checkpoint's type."""
+        state = self.rank(mesh).state
+        return 0 if state is None else place_bytes(state.parts(self.decoder.checkpoint_dtype))
 
     def heads(self, mesh: Mesh) -> HeadGeometry:
         spec = self.rank(mesh)
@@ -115,7 +130,8 @@ class DecoderDeclaration(NamedTuple):
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        return HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
+        others = {"is_rotated": spec.rope is not None, "has_output_gate": spec.has_output_gate, "state": spec.state}
+        return HeadGeometry(*shape, windows, *biases, *scores, **others)
 
     def room_elements(self, mesh: Mesh, num_rows: int) -> int:
         return room_elements(self.rank(mesh), num_rows)
@@ -123,7 +139,8 @@ class DecoderDeclaration(NamedTuple):
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(mesh)
         own = step_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
-        requests = [own.stream, own.chosen, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
+        requests = [own.stream, own.chosen, own.embed, own.attention, own.state]
+        requests += [own.mlp] if spec.has_mlp else []
         requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
         requests.append(own.gathered)
@@ -152,4 +169,5 @@ class DecoderDeclaration(NamedTuple):
             gathers=mesh.is_exact,
             first_token=start,
             experts=None if spec.experts is None else rank_experts(spec.experts, mesh),
+            state=None if spec.state is None else spec.state.share(num_ranks),
         )

@@ -10,6 +10,8 @@ from holdfast.families.grouped.layer import GroupedAttentionLayer
 from holdfast.families.grouped.layer import build_layer as grouped_layer
 from holdfast.families.latent.layer import LatentAttentionLayer, LatentWeights
 from holdfast.families.sparse.layer import build_layer as sparse_layer
+from holdfast.families.state.layer import StateLayer
+from holdfast.families.state.layer import build_layer as state_layer
 from holdfast.kernels.activation import GateForm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import GatedMLP, LayerNorm, PlainMLP, RMSNorm
@@ -27,7 +29,8 @@ from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
-AttentionT = TypeVar("AttentionT", bound=GroupedAttentionLayer | LatentAttentionLayer | CompressedAttentionLayer)
+AnyAttention = GroupedAttentionLayer | LatentAttentionLayer | CompressedAttentionLayer | StateLayer
+AttentionT = TypeVar("AttentionT", bound=AnyAttention)
 
 
 class DecoderLayer(NamedTuple, Generic[AttentionT]):
@@ -81,12 +84,15 @@ class LayerBuilder(LayerParts):
         self._backend: Any = parts.backend  # of the spec's family
         self._rope = parts.rope
 
-    def attention(self, index: int) -> GroupedAttentionLayer | LatentAttentionLayer:
+    def attention(self, index: int) -> GroupedAttentionLayer | LatentAttentionLayer | StateLayer:
         """Build the attention of a layer with one residual stream."""
         spec, rotary = self._spec, self._rope.rotaries[index]
+        if spec.state is not None and spec.has_state(index):
+            return state_layer(self, index, spec.state, spec.norm_eps, self._backend)
         if spec.latent is None:
             norm = (spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
-            return grouped_layer(self, index, norm, rotary, self._backend)
+            place = None if spec.state is None else sum(not spec.has_state(layer) for layer in range(index))
+            return grouped_layer(self, index, norm, rotary, self._backend, spec.has_output_gate, place)
         assert rotary is not None, f"{spec.architecture} rotates nothing"
         weights = LatentWeights.of(self, index, spec.latent)
         if spec.latent.index is None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
+from holdfast.families.state.layer import StateLayer
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -46,6 +47,8 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str
         return "experts of some layer come from a table by token id, and this path has no token ids"
     if any(isinstance(block, GatedMLP) and block.limit is not None for block in blocks):
         return "the MLP of some layer has a limit on its gate, and this path has none"
+    if any(isinstance(layer.attention, StateLayer) for layer in layers):
+        return "some layer keeps a state, and this path computes attention alone"
     if any(isinstance(layer.attention.o, GatheredLinear) for layer in layers):
         return (
             "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"

@@ -40,6 +40,7 @@ from holdfast.models.settings import (
     stretched,
 )
 from holdfast.models.spec import ModelSpec
+from holdfast.models.state_readers import read_rotary_dim, read_state, without_partial_rope
 
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Maps a `model_type` that differs from its architecture's name to the one that does not."""
@@ -109,7 +110,7 @@ def model_settings(settings: Settings) -> Settings:
         raise part.refuse("model_type", part.values["model_type"], f"{family.text_type!r}")
     shared = {key: settings.values[key] for key in SHARED_KEYS if key in settings}
     outer = {key: settings.values[key] for key in OUTER_KEYS if key in settings}
-    outer["tie_word_embeddings"] = settings.flag("tie_word_embeddings", True)
+    outer["tie_word_embeddings"] = settings.flag("tie_word_embeddings", DEFAULTS[family.text_type].is_tied)
     return Settings({**shared, **part.values, **outer}, part.file, part.section)
 
 
@@ -329,6 +330,40 @@ def _read_gpt_oss(settings: Settings, family: Family) -> ModelSpec:
     )
 
 
+def _read_delta(settings: Settings, family: Family) -> ModelSpec:
+    """Read Qwen3-Next, 3.5 and 3.6: gated delta nets, and attention with output gates between them."""
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise settings.unsupported(key, "projections of this family have no biases here")
+    spec = _read_rotary(without_partial_rope(settings), family)
+    if spec.activation != "silu":
+        raise settings.unsupported("hidden_act", "convolutions and gates of this family go by silu")
+    own_type, rotary_dim = family.text_type or family.name, read_rotary_dim(settings, spec.head_dim)
+    spec = replace(
+        spec,
+        qk_norm=True,
+        norm_offset=1.0,
+        rotary_dim=None if rotary_dim == spec.head_dim else rotary_dim,
+        has_output_gate=settings.flag("attn_output_gate", True),
+        state=read_state(settings, spec.num_layers, is_joined=own_type == QWEN3_NEXT),
+        num_draft_layers=settings.count("mtp_num_hidden_layers", 0, MAX_LAYERS, low=0),
+    )
+    if own_type not in DELTA_EXPERTS:
+        return spec
+    spec = _read_silu_experts(settings, spec, DELTA_EXPERTS[own_type])
+    # Qwen3.5 divides the chosen shares by their sum whatever its config says.
+    normalizes = own_type != QWEN3_NEXT or settings.flag("norm_topk_prob", True)
+    return replace(spec, experts=None if spec.experts is None else replace(spec.experts, normalizes=normalizes))
+
+
+QWEN3_NEXT = "qwen3_next"
+DELTA_EXPERTS = {
+    QWEN3_NEXT: ExpertDefaults(512, 10, 512, shared_size=512),
+    "qwen3_5_moe_text": ExpertDefaults(256, 8, 512, shared_size=512),
+}
+"""Defaults of transformers by `model_type`; families that are not here have MLPs."""
+
+
 def _read_opt(settings: Settings, family: Family) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
         raise settings.unsupported("layer_norm_elementwise_affine", "norms have weights here")
@@ -479,6 +514,9 @@ READERS: Mapping[str, Reader] = {
     "gemma3_text": _read_gemma3,
     "gemma3": _read_gemma3,
     "gpt_oss": _read_gpt_oss,
+    **dict.fromkeys(
+        (QWEN3_NEXT, "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), _read_delta
+    ),
     "opt": _read_opt,
     **dict.fromkeys(LATENT_FAMILIES, lambda settings, family: read_latent(LATENT_FAMILIES[family.name], settings)),
     DEEPSEEK_V4_TYPE: lambda settings, _: read_compressed(settings),

@@ -16,6 +16,7 @@ from holdfast.attention.backend import Batch, StepPlan
 from holdfast.distributed.exchange import Exchange
 from holdfast.families.grouped.layer import GroupedBuffers
 from holdfast.families.latent.layer import LatentBuffers
+from holdfast.families.state.layer import StateBuffers, StateLayer
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
@@ -238,7 +239,8 @@ class LayerStack(StepWorkspace):
                 self.before_layer()
             layer, wanted_only = self.layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
-            inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(len(batch.token_ids_T))
+            make = self._state_buffers if isinstance(layer.attention, StateLayer) else self._attention_buffers
+            inputs_TH, codes, buffers = x_TH, None, make(len(batch.token_ids_T))
             if self._spec.norm_first:
                 codes = layer.attention.room_for_codes(buffers.quantized, len(batch.token_ids_T))
                 inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
@@ -311,6 +313,10 @@ class LayerStack(StepWorkspace):
         if requests.chosen.specs:
             held |= self.acquire(requests.chosen)
         return self._make_buffers(held, self._quantized(requests.codes))
+
+    def _state_buffers(self, num_rows: int) -> StateBuffers:
+        requests = self.requests(num_rows)
+        return StateBuffers.of(self.acquire(requests.state), self._quantized(requests.codes))
 
     def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
         requests = self.requests(num_rows)

@@ -24,6 +24,7 @@ from math import gcd, prod
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
+from holdfast.families.state.spec import StateSpec
 from holdfast.memory.devices import read_data
 from holdfast.models.spec import CompressedSpec, CompressorSpec, ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 
@@ -247,8 +248,8 @@ def _read_names() -> dict[str, CheckpointNames]:
 
 NAMES: Mapping[str, CheckpointNames] = _read_names()
 LLAMA_NAMES = NAMES["llama"]
-LATENT_NAMES, COMPRESSED_NAMES = (SimpleNamespace(**names) for names in read_data("attention_names.json").values())
-"""Module names of latent and of compressed attention, which all families share.
+LATENT_NAMES, COMPRESSED_NAMES, STATE_NAMES = (SimpleNamespace(**names) for names in read_data("attention_names.json").values())
+"""Module names of latent and of compressed attention, and of layers with a state, which all families share.
 
 `k_b` (keys, transposed) and `v_b` (values) are the halves of kv_b in checkpoints that split it (GGUF). `positions` ends
 a tensor's name; names of streams come before fn, base and scale.
@@ -461,13 +462,12 @@ def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts
         parameters = _list_compressed(one, spec, spec.compressed, names, layer)
     else:
         parameters = one.norm("attn_norm", names.attn_norm)
-        if spec.latent is not None:
-            parameters += _list_latent(one, spec, spec.latent, layer)
-            attended = spec.num_heads * spec.latent.value_dim
+        if spec.state is not None and kind.has_state:
+            parameters += _list_state(one, spec.state)
         else:
-            parameters += _list_grouped(one, spec, names)
-            attended = spec.query_size
-        parameters += one.linear("o", [(names.o, spec.hidden_size)], attended, "columns", spec.o_bias)
+            latent = spec.latent
+            parameters += _list_grouped(one, spec, names) if latent is None else _list_latent(one, spec, latent, layer)
+            parameters += one.linear("o", [(names.o, spec.hidden_size)], spec.attended_size, "columns", spec.o_bias)
         if spec.has_sinks:
             parameters.append(one.tensor("sinks", names.sinks, (spec.num_heads,), "bias", "rows"))
         parameters += one.norm("attn_out_norm", names.attn_out_norm) if spec.has_output_norms else []
@@ -481,12 +481,50 @@ def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts
 
 def _list_grouped(one: _Lister, spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     """List the fused projection, and the norms of query and key heads."""
-    qkv = [(names.q, spec.query_size), (names.k, spec.kv_size), (names.v, spec.kv_size)]
+    qkv = [(names.q, spec.query_rows), (names.k, spec.kv_size), (names.v, spec.kv_size)]
     parameters = one.linear("qkv", qkv, spec.hidden_size, "rows", spec.qkv_bias)
     if spec.qk_norm:
         parameters += one.norm("q_norm", names.q_norm, spec.head_dim)
         parameters += one.norm("k_norm", names.k_norm, spec.head_dim)
     return parameters
+
+
+def _list_state(one: _Lister, state: StateSpec) -> list[Parameter]:
+    """List a gated delta net. Ranks split key heads, each with its value heads."""
+    own, hidden, parts = STATE_NAMES, one.hidden, state.part_sizes
+    channels, width, heads = state.num_channels, state.conv_width, state.value_heads
+    if state.is_joined:
+        in_proj = _joined(one, "in_proj", own.in_proj_qkvz, parts, state.key_heads)
+        in_gates = _joined(one, "in_gates", own.in_proj_ba, (heads, heads), state.key_heads, "router")
+    else:
+        modules = [(own.in_proj_qkv, channels), (own.in_proj_z, state.value_size)]
+        in_proj = one.matrix("in_proj", modules, hidden, "linear", "rows")
+        in_gates = one.matrix("in_gates", [(own.in_proj_b, heads), (own.in_proj_a, heads)], hidden, "router", "rows")
+    conv = Part(f"{one.theirs}{own.conv}.weight", 0, (channels, 1, width))
+    return [
+        in_proj,
+        in_gates,
+        Parameter(f"{one.ours}conv.weight", (channels, width), (conv,), "norm", "rows"),
+        one.tensor("A_log", own.A_log, (heads,), "bias", "rows", dtype="float32"),
+        one.tensor("dt_bias", own.dt_bias, (heads,), "bias", "rows", dtype="float32"),
+        one.tensor("gated_norm.weight", f"{own.norm}.weight", (state.value_dim,), "norm"),
+        *one.linear("o", [(own.o, hidden)], state.value_size, "columns"),
+    ]
+
+
+def _joined(
+    one: _Lister, name: str, module: str, sizes: Sequence[int], num_heads: int, kind: Kind = "linear"
+) -> Parameter:
+    """List a matrix whose rows are joined by key head in the checkpoint, and by part here, of these sizes."""
+    own = [size // num_heads for size in sizes]
+    tensor, shape = f"{one.theirs}{module}.weight", (sum(sizes), one.hidden)
+    starts = [(place, head) for place in range(len(own)) for head in range(num_heads)]
+    parts, row = [], 0
+    for place, head in starts:
+        first = head * sum(own) + sum(own[:place])
+        parts.append(Part(tensor, row, shape, (first, first + own[place])))
+        row += own[place]
+    return Parameter(f"{one.ours}{name}.weight", shape, tuple(parts), kind, "rows")
 
 
 def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, layer: int) -> list[Parameter]:

@@ -52,17 +52,18 @@ def make_step_rope(
 
 
 def key_turns(
-    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> KeyTurns:
     """Compute the rotations of key biases that pages are stored without (kernels/attention/key_bias.py)."""
-    return make_key_turns(*rope_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
+    turns = rope_frequencies(rope, spec.rope_dim, spec.max_position, max_model_len)
+    return make_key_turns(*turns, max_model_len, dtype, device, spec.head_dim // 2)
 
 
 def rope_frequencies(
-    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int
+    rope: RopeSpec, rope_dim: int, max_position: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """Compute inverse frequencies [head_dim / 2] and the factor on cos and sin."""
-    exponent_d = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """Compute inverse frequencies [rope_dim / 2] and the factor on cos and sin."""
+    exponent_d = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
     plain_d = 1.0 / rope.theta**exponent_d
     match rope.kind:
         case "default":
@@ -71,12 +72,12 @@ def rope_frequencies(
             return plain_d / rope.factor, 1.0
         case "dynamic":
             stretch = rope.factor * max(max_model_len, max_position) / max_position - (rope.factor - 1)
-            theta = rope.theta * stretch ** (head_dim / (head_dim - 2))
+            theta = rope.theta * stretch ** (rope_dim / (rope_dim - 2))
             return 1.0 / theta**exponent_d, 1.0
         case "llama3":
             return _llama3(rope, plain_d), 1.0
         case "yarn":
-            return _yarn(rope, head_dim, plain_d), _yarn_magnitude(rope)
+            return _yarn(rope, rope_dim, plain_d), _yarn_magnitude(rope)
         case "longrope":
             beyond = max_model_len > rope.original_max_position
             factors_d = torch.tensor(rope.long_factor if beyond else rope.short_factor, dtype=torch.float32)
@@ -93,18 +94,18 @@ def _llama3(rope: RopeSpec, plain_d: torch.Tensor) -> torch.Tensor:
     return torch.where(turns_d > rope.high_freq_factor, plain_d, slow_d)
 
 
-def _yarn(rope: RopeSpec, head_dim: int, plain_d: torch.Tensor) -> torch.Tensor:
+def _yarn(rope: RopeSpec, rope_dim: int, plain_d: torch.Tensor) -> torch.Tensor:
     """Ramp linearly from kept to divided frequencies, between dimensions that rotate beta_fast and beta_slow times."""
 
     def dimension_of(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rope_dim - 1)
     width = high - low if high != low else 0.001
-    ramp_d = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp_d = ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain_d / rope.factor * ramp_d + plain_d * (1 - ramp_d)
 
 

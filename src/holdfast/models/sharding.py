@@ -12,10 +12,12 @@ there are fewer heads than ranks. If a vocabulary does not divide, the last rank
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import UnsupportedModelError
+from holdfast.families.state.spec import StateSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import MAX_LAYERS
 
@@ -30,13 +32,19 @@ BEFORE_LAYERS = ("embed", "positions", "embed_in")
 
 
 def shard_parameters(
-    parameters: Iterable[Parameter], mesh: Mesh, num_heads: int, num_kv_heads: int, num_groups: int = 1
+    parameters: Iterable[Parameter],
+    mesh: Mesh,
+    num_heads: int,
+    num_kv_heads: int,
+    num_groups: int = 1,
+    state: StateSpec | None = None,
 ) -> tuple[Parameter, ...]:
     """Return one rank's parameters. Each refers to the whole one, so that all ranks find the same errors and blocks.
 
     Heads go through an output projection in two steps in `num_groups` groups (`CompressedSpec.num_output_groups`).
+    Layers with a `state` are split by its key heads, each with its value heads.
     """
-    units = _Units(num_heads, num_kv_heads, num_groups)
+    units = _Units(num_heads, num_kv_heads, num_groups, state)
     staged = (_staged(parameter, mesh) for parameter in parameters)
     return tuple(_share(parameter, mesh, units) for parameter in staged if parameter is not None)
 
@@ -66,6 +74,12 @@ class _Units(NamedTuple):
     num_heads: int
     num_kv_heads: int
     num_groups: int
+    state: StateSpec | None
+
+    def runs(self, parameter: Parameter) -> list[int]:
+        """Return the rows at which runs of units begin, and the end."""
+        sizes = () if self.state is None else self.state.runs(parameter.name)
+        return list(accumulate(sizes, initial=0)) if sizes else _seams(parameter)
 
     def of(self, name: str) -> tuple[int, ...]:
         """Return the units in each part of a parameter; empty if its rows are independent."""
@@ -73,6 +87,8 @@ class _Units(NamedTuple):
             return self.num_heads, self.num_kv_heads, self.num_kv_heads
         if name.endswith(LATENT_HEAD_NAMES):
             return (self.num_heads,)
+        if self.state is not None and (runs := self.state.runs(name)):
+            return (self.state.key_heads,) * len(runs)
         return (self.num_groups,) if name.endswith(GROUP_NAME) else ()
 
 
@@ -122,7 +138,7 @@ def _expert_share(parameter: Parameter, mesh: Mesh) -> Parameter:
 
 
 def _row_share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
-    seams = _seams(parameter)
+    seams = units.runs(parameter)
     if parameter.kind in ("embedding", "head"):
         rows = [vocabulary_rows(parameter.num_rows, mesh)]
     else:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
-from holdfast.families.grouped.spec import GroupedSpec
+from holdfast.families.grouped.spec import GroupedSpec, query_step
 from holdfast.families.latent.spec import IndexSpec, LatentSpec
+from holdfast.families.state.spec import StateSpec
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["largest", "two_largest"]
@@ -15,7 +16,7 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions: half-split pairs (element i with element i + head_dim/2).
+    """Rotary positions: half-split pairs (element i with element i + rope_dim/2).
 
     `kind` decides which fields below it apply, as in the Hugging Face config of the same name.
     """
@@ -110,6 +111,8 @@ class LayerKind:
     compressor: CompressorSpec | None = None
     has_table: bool = False
     """A table gives its experts."""
+    has_state: bool = False
+    """It keeps a state instead of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +143,16 @@ class ModelSpec:
     activation: Activation = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
+    has_output_gate: bool = False
+    """q_proj has a gate after each query head; its sigmoid multiplies the head's output before o_proj."""
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMS norm over head_dim of every query and key head, before RoPE."""
     rope: RopeSpec | None = None
     """None: learned positions, one row each, starting at `position_offset`."""
+    rotary_dim: int | None = None
+    """Elements of a head that RoPE rotates, the first ones; an even number. None: the whole head."""
     position_offset: int = 0
     embedding_size: int | None = None
     """Width of the token embedding if it differs from hidden_size and is projected (OPT-350m)."""
@@ -178,6 +185,8 @@ class ModelSpec:
     compressed: CompressedSpec | None = None
     """Compressed attention in every layer: `num_kv_heads` is 1, `head_dim` the elements of a token and of an entry,
     `rope` is for layers with entries and `local_rope` for those without; None: any other attention."""
+    state: StateSpec | None = None
+    """Layers that keep a state (gated delta nets), in a model whose other layers have keys and values by head; None: none."""
     streams: StreamsSpec | None = None
     """None: one residual stream."""
     num_draft_layers: int = 0
@@ -206,12 +215,17 @@ class ModelSpec:
     @property
     def key_part(self) -> slice:
         """Columns of the fused QKV projection that are keys."""
-        return slice(self.query_size, self.query_size + self.kv_size)
+        return slice(self.query_rows, self.query_rows + self.kv_size)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of q_proj: query heads, and their gates if they have any."""
+        return query_step(self.has_output_gate) * self.query_size
 
     @property
     def attention(self) -> GroupedSpec | LatentSpec | CompressedSpec:
         """The spec of the model's attention family."""
-        return self.latent or self.compressed or GroupedSpec(self.num_kv_heads)
+        return self.latent or self.compressed or GroupedSpec(self.num_kv_heads, self.has_output_gate)
 
     @property
     def form_heads(self) -> int:
@@ -231,6 +245,16 @@ class ModelSpec:
         return self.attention.products(self.hidden_size, self.num_heads, self.head_dim)
 
     @property
+    def layer_products(self) -> tuple[tuple[int, int], ...]:
+        """Like `attention_products`, with those of layers that keep a state."""
+        states = () if self.state is None else self.state.products(self.hidden_size)
+        return (*self.attention_products, *states)
+
+    def has_state(self, layer: int) -> bool:
+        """Return True if a layer keeps a state instead of tokens."""
+        return self.state is not None and layer in self.state.layers
+
+    @property
     def has_separable_key_bias(self) -> bool:
         """True if keys are a token's part plus a bias: no norm stands between the projection and RoPE."""
         return self.qkv_bias and not self.qk_norm
@@ -244,7 +268,7 @@ class ModelSpec:
     def rope_dim(self) -> int:
         """Elements of a head, or beside a latent, that RoPE rotates."""
         attention = self.attention
-        return self.head_dim if isinstance(attention, GroupedSpec) else attention.rope_dim
+        return self.rotary_dim or self.head_dim if isinstance(attention, GroupedSpec) else attention.rope_dim
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """Return the RoPE of a layer; None if positions are learned."""
@@ -296,7 +320,7 @@ class ModelSpec:
         compressor = None if self.compressed is None else self.compressed.compressors[layer]
         experts = self.layer_experts(layer)
         has_table = experts is not None and layer in experts.table_layers
-        return LayerKind(experts, self.layer_index(layer), compressor, has_table)
+        return LayerKind(experts, self.layer_index(layer), compressor, has_table, self.has_state(layer))
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
         """Keep only the first layers."""
@@ -328,6 +352,8 @@ class ModelSpec:
         if spec.latent is not None and spec.latent.index is not None:
             index = replace(spec.latent.index, shared_layers=own(spec.latent.index.shared_layers))
             spec = replace(spec, latent=replace(spec.latent, index=index))
+        if spec.state is not None:
+            spec = replace(spec, state=spec.state.slice(first, last))
         if spec.compressed is not None:
             compressors = spec.compressed.compressors[first:last]
             has_index = any(one is not None and one.is_overlapped for one in compressors)

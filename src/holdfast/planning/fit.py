@@ -6,9 +6,10 @@ from fractions import Fraction
 from functools import cached_property
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
-from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup
+from holdfast.cache.places import PlaceKind, place_bytes
 from holdfast.cache.spec import CacheSpec
+from holdfast.cache.states import StateRule
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
 from holdfast.distributed.mesh import Mesh
@@ -16,11 +17,12 @@ from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, plan_memory
 from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
-from holdfast.memory.workspace_plan import WorkspacePlan
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, WorkspacePlan
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.exactness import refuse_variant_attention
 from holdfast.planning.protected_layers import numbers
 from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, resolve
+from holdfast.planning.snapshots import POOL_SHARE, most_snapshots
 from holdfast.planning.target import Target, too_old_reason
 from holdfast.planning.terms import Needs, list_needs
 
@@ -71,10 +73,18 @@ class RunnerPlan:
         return None if pages is None else pages.cache
 
     @property
-    def states(self) -> tuple[StateKind, ...]:
-        """States of sequences beside their pages: rows that are not finished."""
+    def states(self) -> tuple[PlaceKind, ...]:
+        """What sequences keep beside their pages."""
         pages = self.resolved.pages()
         return () if pages is None else pages.states
+
+    @property
+    def state_rule(self) -> StateRule | None:
+        """How prompts are cut and snapshots taken; None if no layer keeps a state that pages cannot replace."""
+        if self.resolved.state_layers() is None:
+            return None
+        config = self.resolved.request.config
+        return StateRule(num_snapshots=self.resolved.num_snapshots, snapshot_tokens=config.snapshot_tokens)
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -108,6 +118,8 @@ class RunnerPlan:
 
     @property
     def kv_bytes_per_sequence(self) -> int:
+        if self.states:
+            return place_bytes(self.states)
         return self.declared.kv_bytes_per_sequence(self.resolved.kv_format, self.mesh)
 
     @property
@@ -343,7 +355,24 @@ def _fit(resolved: Resolved, needs: Needs | None = None) -> RunnerPlan | MemoryP
         memory = plan_memory(*budget, needs.terms, page_bytes, min_pages, max_pages, *reasons)
     except MemoryPlanError as refusal:
         return refusal
-    return RunnerPlan(resolved, needs, memory)
+    return _with_more_snapshots(RunnerPlan(resolved, needs, memory), min_pages, max_pages, reasons)
+
+
+def _with_more_snapshots(plan: RunnerPlan, min_pages: int, max_pages: int, reasons: tuple[str, ...]) -> RunnerPlan:
+    """Return a plan with as many snapshots of states as a share of its pages allows, if their number is open."""
+    resolved, memory = plan.resolved, plan.memory
+    if not resolved.may_add_snapshots:
+        return plan
+    spare = memory.budget_bytes - memory.peak_bytes + (memory.num_pages - min_pages) * memory.page_bytes
+    rounding = len(plan.states) * ALIGNMENT_BYTES
+    count = most_snapshots(place_bytes(plan.states), memory.kv_bytes, spare - rounding)
+    if count == resolved.num_snapshots:
+        return plan
+    more = resolved.with_snapshots(count, f"at most 1/{POOL_SHARE} of the bytes of KV pages, unless the option says more")
+    needs = list_needs(more)
+    budget = memory.budget_bytes, memory.budget_reason
+    memory = plan_memory(*budget, needs.terms, memory.page_bytes, min_pages, max_pages, *reasons)
+    return RunnerPlan(more, needs, memory)
 
 
 def _page_bounds(resolved: Resolved) -> tuple[int, int, tuple[str, ...]]:

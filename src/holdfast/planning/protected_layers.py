@@ -44,14 +44,14 @@ def choose_protected(
 ) -> ProtectedLayers:
     """Return the given layers, or the default of the format; chosen by position until the weights are loaded."""
     given = parse_layers(config.kv_protected_layers, "kv_protected_layers")
-    heads, num_layers = model.declaration.heads(ALONE), model.num_layers
+    heads = model.declaration.heads(ALONE)
     if given in (0, None) and (heads is None or heads.is_compressed or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format)
     values = {"name": "kv_protected_layers", "value": config.kv_protected_layers, "model": model.name}
     if heads is None or heads.is_compressed:
         raise ConfigError("plan.one_kv_format", **values)
-    if (given[-1] >= num_layers) if isinstance(given, tuple) else (given or 0) > num_layers:
-        raise ConfigError("plan.too_many_layers", **values, num_layers=num_layers, last=num_layers - 1)
+    paged, num_layers = heads.paged_layers, len(heads.paged_layers)
+    _check_given(given, heads, values)
     if isinstance(given, tuple):
         return ProtectedLayers(given, _wider_format(config, model, kv_format, dtype))
     default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
@@ -62,7 +62,8 @@ def choose_protected(
         reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
         return ProtectedLayers((), kv_format, False, "" if given == 0 else reason)
     wider = _wider_format(config, model, kv_format, dtype)
-    layers, has_groups = by_position(count, num_layers), _num_groups(config, model, heads) > 1
+    layers = tuple(paged[place] for place in by_position(count, num_layers))
+    has_groups = _num_groups(config, model, heads) > 1
     # If groups share columns, or stages have different layers, bytes depend on which layers are protected: weights come too late.
     is_open = heads.has_key_bias and count < num_layers and not has_groups and config.pipeline_parallel_size == 1
     ends = "the first" if count == 1 else "the first and the last"
@@ -71,12 +72,25 @@ def choose_protected(
     why = "given" if given is not None else why
     found = ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
     if given is None and has_groups:
-        padding = _padding_share(config, model, heads, page_tokens, found.formats(kv_format, num_layers))
+        padding = _padding_share(config, model, heads, page_tokens, found.formats(kv_format, model.num_layers))
         unprotected = (kv_format,) * num_layers
         if padding > max(MOST_PADDING, _padding_share(config, model, heads, page_tokens, unprotected)):
             reason = f"{len(layers)} in {wider.name}, {why}, would leave {100 * padding:.0f}% of a cache group's pages unused"
             return ProtectedLayers((), kv_format, False, reason)
     return found
+
+
+def _check_given(given: int | tuple[int, ...] | None, heads: HeadGeometry, values: dict[str, object]) -> None:
+    """Refuse layers that do not exist, or have no pages."""
+    paged = heads.paged_layers
+    if isinstance(given, tuple):
+        is_wrong = not set(given) <= set(paged)
+    else:
+        is_wrong = (given or 0) > len(paged)
+    if is_wrong and heads.state is not None:
+        raise ConfigError("plan.not_paged_layers", **values, num_layers=len(paged), accepted=tuple(map(str, paged)))
+    if is_wrong:
+        raise ConfigError("plan.too_many_layers", **values, num_layers=len(paged), last=len(paged) - 1)
 
 
 def _sets_protection(config: EngineConfig) -> bool:

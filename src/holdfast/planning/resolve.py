@@ -7,9 +7,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec
-from holdfast.cache.compressed import StateKind, compressed_cache
+from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.near import FIRST_TOKENS
+from holdfast.cache.places import PlaceKind
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
@@ -17,6 +18,7 @@ from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
 from holdfast.families.grouped.declarations import declined_lane
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
+from holdfast.families.state.spec import StateLayers
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.declaration import HeadGeometry
@@ -25,6 +27,7 @@ from holdfast.models.declared_weights import BEFORE
 from holdfast.models.packed_rows import PackedAccount
 from holdfast.planning.exactness import refuse_inequality, refuse_variant_weights
 from holdfast.planning.protected_layers import ProtectedLayers, choose_protected, listed
+from holdfast.planning.snapshots import choose_snapshots
 from holdfast.planning.target import Target
 from holdfast.quant.formats import (
     DEFAULT_NEAR_TOKENS,
@@ -113,11 +116,11 @@ class Pages(NamedTuple):
     groups: tuple[CacheGroup, ...]
     padding: Term
     """Bytes between planes; what groups leave of a page is part of `page_bytes`."""
-    states: tuple[StateKind, ...] = ()
+    states: tuple[PlaceKind, ...] = ()
     """States of sequences beside their pages."""
 
     @classmethod
-    def of(cls, cache: CacheSpec, states: tuple[StateKind, ...] = ()) -> "Pages":
+    def of(cls, cache: CacheSpec, states: tuple[PlaceKind, ...] = ()) -> "Pages":
         return cls(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache), states)
 
 
@@ -147,6 +150,10 @@ class Resolved:
     """Tokens of the newest block, which is kept exact beside quantized pages, as the first tokens are; 0: none."""
     key_scale: bool = False
     """Rotated keys are scaled by pair before they are quantized."""
+    num_snapshots: int = 0
+    """Snapshots of states that the prefix cache keeps."""
+    may_add_snapshots: bool = False
+    """Their number was left open, so it may grow with the pages."""
 
     @property
     def mesh(self) -> Mesh:
@@ -220,6 +227,10 @@ class Resolved:
         choice = Choice("kv_protected_layers", listed(protected.layers), protected.reason)
         return replace(self, protected=protected, choices=self._with_choice(choice))
 
+    def with_snapshots(self, count: int, reason: str) -> "Resolved":
+        choice = Choice("state_snapshots", str(count), reason)
+        return replace(self, num_snapshots=count, choices=self._with_choice(choice))
+
     def with_mesh(self, mesh: Mesh) -> "Resolved":
         return replace(self, request=replace(self.request, mesh=mesh))
 
@@ -267,10 +278,16 @@ class Resolved:
         own = self.kv_format, protected.format, protected.layers, self.limits.page_tokens, self.mesh
         return (*own, self.near_tokens, self.dtype) if self.near_tokens else own
 
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """The layers of this stage whose tokens are on pages, counted from its first."""
+        heads = self.heads()
+        return tuple(range(len(self.layers))) if heads is None else heads.paged_layers
+
     def formats(self) -> tuple[KVFormat, ...]:
-        """The KV format of each layer of this stage."""
+        """The KV format of each of `paged_layers`."""
         by_layer = self.protected.formats(self.kv_format, self.declared.num_layers)
-        return by_layer[self.layers.start : self.layers.stop]
+        return tuple(by_layer[self.layers.start + layer] for layer in self.paged_layers)
 
     def bytes_per_token(self) -> Fraction:
         """KV bytes in all layers of this stage. Layers of mixed formats have the same heads, so only their counts matter."""
@@ -279,7 +296,7 @@ class Resolved:
         if not num_protected:
             return token_bytes
         wider_bytes = self.declared.kv_bytes_per_token(self.protected.format, self.mesh)
-        return token_bytes + (wider_bytes - token_bytes) * num_protected / len(self.layers)
+        return token_bytes + (wider_bytes - token_bytes) * num_protected / len(self.paged_layers)
 
     def page_bytes(self) -> int:
         """Bytes of a page of the pool, rounded up if a row stands for several tokens."""
@@ -299,22 +316,26 @@ class Resolved:
                 assert whole is not None, f"{self.declared.name} has heads and no cache"
                 own = self.heads()
                 assert own is not None, f"{self.declared.name} has heads in some stages only"
-                return Pages.of(whole.cache.for_stage(self.layers), own.states)
+                return Pages.of(whole.cache.for_stage(self.layers), own.place_kinds(self.dtype))
+            states = heads.place_kinds(self.dtype)
             if heads.is_compressed:
-                return Pages.of(compressed_pages(heads, self.formats(), limits.page_tokens), heads.states)
+                return Pages.of(compressed_pages(heads, self.formats(), limits.page_tokens), states)
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
             latent = heads.rope_dim, heads.index_dim, heads.shared_layers
-            cache = mixed_cache(self.formats(), *shape, heads.windows, limits.max_model_len, *latent)
-            return Pages.of(self._with_near(cache, heads))
+            layers = heads.paged_layers
+            windows = [heads.windows[layer] for layer in layers]
+            numbers = () if heads.state is None else layers
+            cache = mixed_cache(self.formats(), *shape, windows, limits.max_model_len, *latent, numbers)
+            return Pages.of(self._with_near(cache, heads), states)
 
-        return self.declared.remembered(("pages", *self.stored_key(), outgrown), make)
+        return self.declared.remembered(("pages", *self.stored_key(), self.dtype, outgrown), make)
 
     def _with_near(self, cache: CacheSpec, heads: HeadGeometry) -> CacheSpec:
         """Add near pages of the layers whose pages are quantized, if there are any."""
         layers = [place for place, own in enumerate(cache.layers) if own.format.is_quantized]
         if not self.near_tokens or not layers:
             return cache
-        first_tokens = max(_first_tokens(heads.windows[layer]) for layer in layers)
+        first_tokens = max(_first_tokens(heads.windows[cache.layers[place].layer]) for place in layers)
         found = cache.with_near(layers, self.near_tokens, first_tokens, self.dtype)
         return cache if found is None else found
 
@@ -361,8 +382,15 @@ class Resolved:
         if heads.is_compressed:
             return heads.compressed_specs(pages.cache, self.limits.max_model_len, self.dtype, self.target.kind)
         rows = pages.cache.row_groups
-        group_of = {layer: index for index, group in enumerate(rows) for layer in group.layers}
-        return tuple(self.attention_spec(layer, heads, group_of[layer.layer]) for layer in pages.cache.layers)
+        group_of = {place: index for index, group in enumerate(rows) for place in group.layers}
+        return tuple(self.attention_spec(own, heads, group_of[place]) for place, own in enumerate(pages.cache.layers))
+
+    def state_layers(self) -> StateLayers | None:
+        """The layers of this stage that keep a state; None: none do."""
+        heads = self.heads()
+        if heads is None or heads.state is None:
+            return None
+        return StateLayers(heads.state, self.dtype, self.target.kind)
 
 
 def resolve(request: PlanRequest) -> Resolved:
@@ -390,6 +418,9 @@ def resolve(request: PlanRequest) -> Resolved:
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
     if config.max_num_seqs is None:
         limits = _fewer_windows(limits, model.kv_bytes_per_sequence(kv_format), budget_bytes, choices)
+    snapshots = choose_snapshots(config, model, model.declaration.heads(ALONE), limits, mesh)
+    if snapshots.reason:
+        choices.append(Choice("state_snapshots", str(snapshots.count), snapshots.reason))
     num_proposals = parse_speculative(config.speculative)
     if num_proposals:
         limits = _with_proposals(limits, num_proposals, model, kv_format, choices)
@@ -398,7 +429,9 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings, near_tokens=near_tokens, key_scale=key_scale)
+    is_growing = snapshots.is_open and request.agreed is None
+    own = near_tokens, key_scale, snapshots.count, is_growing
+    resolved = Resolved(request, *settings, None, *own)
     if config.kv_near_tokens is None and resolved.lacks_near:
         without = resolve(replace(request, config=replace(config, kv_near_tokens=0)))
         reason = f"pages of {page_tokens} tokens hold no near token of every layer"

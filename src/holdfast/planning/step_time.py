@@ -300,7 +300,8 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
     if heads.rope_dim:
         return _latent_reads(heads, formats)
     flops = 4.0 * heads.num_heads * heads.head_dim
-    counts = Counter(zip(formats, heads.windows, strict=True))
+    windows = [heads.windows[layer] for layer in heads.paged_layers]
+    counts = Counter(zip(formats, windows, strict=True))
     reads = tuple(
         KvRead(
             *(count, kv_format.bytes_per_token(heads.num_kv_heads, heads.head_dim), _kv_share(kv_format)),
@@ -310,7 +311,8 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
         )
         for (kv_format, window), count in counts.items()
     )
-    return (*reads, *_near_reads(resolved, heads, counts)) if resolved.near_tokens else reads
+    near = _near_reads(resolved, heads, counts) if resolved.near_tokens else ()
+    return (*reads, *near, *fixed)
 
 
 def _near_reads(

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.cache.compressed import state_terms
+from holdfast.cache.places import state_terms
 from holdfast.cache.spec import LayerCache, kv_padding_term, uniform_cache
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, can_be_captured, exchange_terms
@@ -351,7 +351,8 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(resolved)
     of_all = specs if resolved.all_layers is resolved else _distinct_specs(resolved.all_layers)
-    declaration = choose_declaration(of_all) if specs else None
+    state = resolved.state_layers()
+    declaration = choose_declaration(of_all, state) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     rows = limits.max_num_batched_tokens, logit_rows, limits.max_model_len
@@ -372,7 +373,7 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
         *_key_bias_terms(resolved, specs),
         *_key_scale_terms(resolved),
         # Sinks of compressed attention stay where they were loaded.
-        *sink_terms(specs[:1] * len(resolved.layers)),
+        *sink_terms(specs[:1] * len(resolved.paged_layers)),
         *_device_terms(resolved, captures),
     ]
     exchange = exchange_needs(resolved)
@@ -424,9 +425,9 @@ def _distinct_layers(resolved: Resolved, heads: HeadGeometry) -> tuple[LayerCach
     # If weights decide which layers are protected, any layer may have any of the formats.
     everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
     first_of: dict[tuple[KVFormat, int | None], int] = {}
-    for layer, (own, window) in enumerate(zip(by_layer, heads.windows, strict=True)):
+    for layer, own in zip(heads.paged_layers, by_layer, strict=True):
         for kv_format in everywhere or (own,):
-            first_of.setdefault((kv_format, window), layer)
+            first_of.setdefault((kv_format, heads.windows[layer]), layer)
     shape = heads.num_kv_heads, heads.head_dim, heads.rope_dim, heads.index_dim
     return tuple(LayerCache(layer, "attention", kv_format, *shape) for (kv_format, _), layer in first_of.items())
 
@@ -454,7 +455,7 @@ def _cache_terms(resolved: Resolved) -> list[Term]:
     heads, pages, num_seqs = resolved.heads(), resolved.pages(), resolved.limits.max_num_seqs
     padding = () if pages is None or not pages.padding.num_bytes else (pages.padding,)
     if pages is not None and pages.cache.has_states:
-        return [*padding, *state_terms(pages.states, num_seqs)]
+        return [*padding, *state_terms(pages.states, num_seqs, resolved.num_snapshots)]
     if heads is not None and (pages is None or len(pages.groups) == 1):
         key = "padding", *resolved.stored_key()
         padding = resolved.declared.remembered(key, lambda: _padding_terms(resolved, heads))
@@ -470,7 +471,7 @@ def _padding_terms(resolved: Resolved, heads: HeadGeometry) -> tuple[Term, ...]:
     shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
     kinds = (
         (kv_format, 0 if layer in heads.shared_layers else heads.index_dim)
-        for layer, kv_format in enumerate(resolved.formats())
+        for layer, kv_format in zip(heads.paged_layers, resolved.formats(), strict=True)
     )
     alone = (
         (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, index_dim))

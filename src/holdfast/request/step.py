@@ -70,6 +70,8 @@ class Admitted(NamedTuple):
     """True to return the final hidden state of the last prompt row with the first token."""
     copies: tuple[RowCopy, ...] = ()
     """Rows that it starts with and cannot share, because it continues on their pages: at most one copy for each group."""
+    state_from: TokenIdOrNone = -1
+    """The snapshot whose state its slot gets before the step computes anything, or -1: it starts without a state."""
 
 
 class StepItem(NamedTuple):
@@ -85,6 +87,8 @@ class StepItem(NamedTuple):
     needs."""
     proposals: tuple[TokenId, ...] = ()
     """Draft tokens, which end the new tokens."""
+    state_to: TokenIdOrNone = -1
+    """The snapshot that gets the slot's state after the step, or -1. The step ends the sequence's new tokens there."""
 
 
 class Step(NamedTuple):
@@ -110,7 +114,9 @@ NO_STEP = Step(0)
 
 
 def check_step(step: Step) -> None:
-    """Raise MessageError for an admitted sequence whose counts exceed its tokens."""
+    """Raise MessageError for an admitted sequence whose counts exceed its tokens, or that gets two states."""
     for one in step.admitted:
         if one.num_prompt_tokens > len(one.token_ids) or one.num_stored >= len(one.token_ids):
             raise MessageError("wire.malformed", reason=f"slot {one.slot} has more counted tokens than tokens")
+        if one.fork_of >= 0 and one.state_from >= 0:
+            raise MessageError("wire.malformed", reason=f"slot {one.slot} gets the states of two places")

@@ -102,7 +102,7 @@ class Assembly:
         by_head = self._by_head()
         biases, means = self._split_biases(by_head), make_means(by_head, device)
         tables = self._layer_tables(by_head, biases, means)
-        states = self._states() if spec.compressed is not None else None
+        states = self._states() if cache.has_states else None
         inputs = BackendInputs(bounds, num_sms(device), self.batch_invariant, **tables, states=states)
         make = make_backend or build_backend
         backend = make(declaration, plan.attention_specs, storage, inputs)
@@ -141,6 +141,7 @@ class Assembly:
                 self.row_sizes,
                 partial(copy_cache, storage, states),
                 PooledRows(spec.hidden_size, plan.resolved.dtype, device, ledger),
+                plan.state_rule,
             )
         )
         self.releases.append(runner.close)
@@ -164,7 +165,9 @@ class Assembly:
         return takes and not self.batch_invariant
 
     def _states(self) -> StateStorage:
-        states = StateStorage(self.plan.states, self.plan.resolved.limits.max_num_seqs, self.device, self.ledger)
+        resolved = self.plan.resolved
+        num_places = resolved.limits.max_num_seqs + resolved.num_snapshots
+        states = StateStorage(self.plan.states, num_places, self.device, self.ledger)
         self.releases.append(states.release)
         return states
 
@@ -253,8 +256,8 @@ class Assembly:
         spec, plan, turns = self.spec, self.plan, None
         if spec.rope is not None and any(own.has_key_bias for own in specs):
             dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
-            turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self.device)
-        biases = split_biases(self.weights, specs, spec.has_separable_key_bias, turns)
+            turns = key_turns(spec, spec.rope, longest, dtype, self.device)
+        biases = split_biases(self.weights, specs, spec.has_separable_key_bias, turns, spec.rope_dim)
         if biases.qkv:
             self.ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
         return biases

@@ -22,7 +22,7 @@ from holdfast.cache.chunks import ring_tables
 from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, in_pair_order
 from holdfast.kernels.norm import rms_norm_reference
 from holdfast.models.rope import rope_frequencies
 from holdfast.models.spec import ModelSpec
@@ -84,7 +84,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
 
     Each rank measures its own heads, in common steps: `spec` is the rank's, token ids come from the whole vocabulary.
     """
-    backend = runner.backend
+    backend = runner.backend.paged
     num_tokens = min(WARM_TOKENS, runner.limits.max_model_len)
     while sum(group.most_pages(num_tokens, STEP_TOKENS) for group in runner.groups) > runner.num_pages:
         num_tokens -= 1
@@ -109,11 +109,11 @@ def read_in_steps(
     measure: Callable[[int, torch.Tensor, HeadNorm | None, Rotary | None], None],
 ) -> None:
     """Run a text through the model in short steps of one sequence; `measure` gets the rows of each layer and step."""
-    backend, ids, num_tokens = runner.backend, list(token_ids), len(token_ids)
+    backend, ids, num_tokens = runner.backend.paged, list(token_ids), len(token_ids)
     assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no keys by head"
     step_tokens = min(STEP_TOKENS, 1 << (runner.limits.max_num_batched_tokens.bit_length() - 1))
     tables = ring_tables(runner.groups, num_tokens, step_tokens)
-    sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
+    sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables, slot=0)
     num_rows = 0
 
     def measure_rows(layer: int, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
@@ -130,11 +130,11 @@ def read_in_steps(
 
 def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mapping[int, torch.Tensor]) -> None:
     """Give each layer its mean, found on the host: to the bias of its scores, or as the vector that its keys are short of."""
-    limits, backend = runner.limits, runner.backend
+    limits, backend = runner.limits, runner.backend.paged
     assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no means"
-    shape = spec.head_dim, spec.max_position, limits.max_model_len
+    shape = spec.rope_dim, spec.max_position, limits.max_model_len
     turns = {
-        rope: average_turn(*rope_frequencies(rope, *shape), limits.max_model_len)
+        rope: average_turn(*rope_frequencies(rope, *shape), limits.max_model_len, spec.head_dim // 2)
         for rope in spec.ropes
         if rope is not None
     }
@@ -146,10 +146,10 @@ def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mappin
             qkv_X = rooms.qkv[layer]
             mean_KD = mean_KD.to(qkv_X)  # what keys are short of is what scores get, to the bit
             qkv_X[spec.key_part] -= mean_KD.flatten()
-            bias.bias_KD.add_(mean_KD)
+            bias.bias_KD.add_(in_pair_order(mean_KD, spec.rope_dim))
         elif room_KD is not None:
             rope = spec.layer_rope(layer)
-            turned_KD = mean_KD if rope is None else mean_KD @ turns[rope]
+            turned_KD = mean_KD if rope is None else in_pair_order(mean_KD, spec.rope_dim) @ turns[rope]
             pages = backend.pages[layer]
             assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"
             room_KD.copy_(rotate_heads(turned_KD) if pages.planes.rotates_keys else turned_KD)
@@ -168,14 +168,16 @@ def mean_key(k_TKD: torch.Tensor) -> torch.Tensor:
     return k_TKD[SKIPPED_TOKENS:].mean(0, dtype=torch.float64).bfloat16().float()
 
 
-def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int) -> torch.Tensor:
+def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int, num_pairs: int) -> torch.Tensor:
     """Return the average RoPE rotation over the first `num_positions`, float32 [D, D], to multiply key rows by.
 
-    The mean of exp(i w p) over p < L is a geometric series: exp(i w (L - 1) / 2) sin(w L / 2) / (L sin(w / 2)).
+    The mean of exp(i w p) over p < L is a geometric series: exp(i w (L - 1) / 2) sin(w L / 2) / (L sin(w / 2)). Rows lie in
+    pair order, and of `num_pairs` RoPE turns the first.
     """
     half_P = frequency_P.double() / 2
     size_P = (half_P * num_positions).sin() / (half_P.sin() * num_positions) * magnitude
     middle_P = half_P * (num_positions - 1)
-    cos_P, sin_P = size_P * middle_P.cos(), size_P * middle_P.sin()
-    swapped_DD = torch.eye(2 * len(half_P), dtype=torch.float64).roll(len(half_P), dims=0)
-    return (torch.cat((cos_P, cos_P)).diag() + swapped_DD * torch.cat((-sin_P, sin_P))).float()
+    cos_C, sin_C = torch.ones(num_pairs, dtype=torch.float64), torch.zeros(num_pairs, dtype=torch.float64)
+    cos_C[: len(half_P)], sin_C[: len(half_P)] = size_P * middle_P.cos(), size_P * middle_P.sin()
+    swapped_DD = torch.eye(2 * num_pairs, dtype=torch.float64).roll(num_pairs, dims=0)
+    return (torch.cat((cos_C, cos_C)).diag() + swapped_DD * torch.cat((-sin_C, sin_C))).float()

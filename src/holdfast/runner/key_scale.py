@@ -1,10 +1,11 @@
 """Key scales: measure on a short real text how keys and queries of each head share their size, and balance them.
 
-K key/value heads, G query heads of each, D head dim, C = D / 2 pairs of dims that RoPE turns, t rows of a step, N keys
+K key/value heads, G query heads of each, D head dim, C = D / 2 pairs of dims, t rows of a step, N keys
 
 Rotation spreads the error of a code evenly over a key. Queries do not weigh all pairs alike, so a pair with small keys and
 large queries loses most. If keys are multiplied by s and queries divided by it, scores stay what they were, and the error of
-a score is least for s = (E[q^2] / E[k^2])^(1/4). Both dims of a pair have one s, so it commutes with RoPE.
+a score is least for s = (E[q^2] / E[k^2])^(1/4). Both dims of a pair have one s, so it commutes with RoPE. Heads lie in pair
+order (`in_pair_order`): dims that RoPE leaves alone are pairs too, for which any s is exact.
 
 The text follows the measurement of means (key_means.py), in blocks of one length whatever a step of the engine may hold. Its
 first half gives E[q^2] and E[k^2]. Its second half decides: a head takes the strength of s that lowers the error of its
@@ -22,7 +23,7 @@ from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, in_pair_order, turned_heads
 from holdfast.quant.kv_quantize import dequantize_keys, quantize_keys, rotate_heads
 from holdfast.runner.key_means import SKIPPED_TOKENS, STEP_TOKENS, read_in_steps
 from holdfast.runner.runner import Runner
@@ -58,7 +59,7 @@ def scale_keys(runner: Runner, specs: Sequence[GroupedAttentionSpec], token_ids:
 
     No token is read if a sequence or the pages hold too few. Each rank measures its own heads.
     """
-    backend = runner.backend
+    backend = runner.backend.paged
     num_tokens = _num_tokens(runner, len(token_ids))
     if not num_tokens or not isinstance(backend, GroupedBackend):
         return 0, 0
@@ -131,7 +132,10 @@ class Balance:
     def read(self, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
         """Keep a step's rows until they fill a block."""
         num_kv_heads = self.planes.num_kv_heads
-        q_tHD, k_tKD, _ = turned_heads(qkv_tX, num_kv_heads, self.planes.head_dim, head_norm, rotary)
+        how = head_norm, rotary, self._spec.query_step
+        q_tHD, k_tKD, _ = turned_heads(qkv_tX, num_kv_heads, self.planes.head_dim, *how)
+        if rotary is not None:
+            q_tHD, k_tKD = in_pair_order(q_tHD, rotary.dim), in_pair_order(k_tKD, rotary.dim)
         self._rows.append((q_tHD.to("cpu", torch.float32, copy=True), k_tKD.to("cpu", torch.float32, copy=True)))
         if sum(len(k_tKD) for _, k_tKD in self._rows) == STEP_TOKENS:
             q_tHD, k_tKD = (torch.cat(rows) for rows in zip(*self._rows, strict=True))

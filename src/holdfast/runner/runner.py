@@ -32,6 +32,7 @@ import torch
 from holdfast.attention.backend import AttentionBackend, Batch, StepPlan
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
+from holdfast.cache.states import NO_PLACE, StateRule
 from holdfast.config import Limits
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
@@ -147,6 +148,8 @@ class RunnerParts:
     """Copies pages for prefixes with open rows, and pages and states for forks."""
     pooled_rows: PooledRows | None = None
     """Copies hidden states to the host."""
+    state_rule: StateRule | None = None
+    """How prompts are cut, if the model has states outside the pages."""
 
 
 class Runner:
@@ -170,7 +173,7 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self._is_kept = False
         self._dummy_ids = count(-1, -1)
-        self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size)
+        self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size, parts.state_rule)
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
         """The oldest flight, if its results were returned."""
@@ -404,23 +407,41 @@ class Runner:
         outside.wait_stream(self.stream)
 
     def begin(self, flight: _Flight) -> None:
-        """Copy open rows of prefixes, compute a step, then copy what its forks do not share. A GPU only enqueues."""
+        """Copy what prefixes lack, compute a step, then copy for forks and snapshots. A GPU only enqueues."""
         self._restore(flight.step.step)
         self._begin_rows(flight)
+        self._keep_states(flight.step.step)
         for item in flight.step.scheduled if flight.step.has_forks else ():
             if item.source is not None:
                 self._copy_fork(item.sequence, item.source, item.num_tokens)
 
     def _restore(self, step: Step) -> None:
-        """Copy the pages whose first rows admitted sequences continue; no row of this step is written yet.
+        """Copy pages whose first rows admitted sequences continue, and snapshots of states to their slots.
 
-        A copy has the whole page, because rows of a group with several chunks a page lie apart. The sequence writes
-        what follows its rows before it reads that.
+        No row of this step is written yet. A copy has the whole page, because rows of a group with several chunks a
+        page lie apart. The sequence writes what follows its rows before it reads that.
         """
+        for one in step.admitted:
+            if one.state_from != NO_PLACE:
+                self._copy_state(self._snapshot_place(one.state_from), one.slot)
         pairs = [(copy.source, copy.target) for one in step.admitted for copy in one.copies]
         if pairs:
             assert self._copy_cache is not None, "prefixes with open rows need a cache that can be copied"
             self._copy_cache(pairs, None)
+
+    def _keep_states(self, step: Step) -> None:
+        """Copy states of slots to snapshots; every row of this step has been computed."""
+        for item in step.items:
+            if item.state_to != NO_PLACE:
+                self._copy_state(item.slot, self._snapshot_place(item.state_to))
+
+    def _snapshot_place(self, number: int) -> int:
+        """Return the place of a snapshot among the states: after those of the slots."""
+        return self.limits.max_num_seqs + number
+
+    def _copy_state(self, source: int, target: int) -> None:
+        assert self._copy_cache is not None, "snapshots need a cache that can be copied"
+        self._copy_cache([], (source, target))
 
     def _copy_fork(self, fork: Sequence, source: Sequence, num_tokens: int) -> None:
         """Copy the pages of the source after those that the fork shares, and its states. No later step has begun."""

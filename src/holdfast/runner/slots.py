@@ -11,6 +11,9 @@ With draft tokens the end of a step is unknown until it is booked. Until then it
 takes it.
 Pages that a window has freed stay in the tables and are never read. A sequence may begin some tokens before
 the end of its stored tokens, if a state must be recomputed from them (engine/scheduler.py): see `num_stored`.
+
+With states outside the pages (cache/states.py) a sequence begins at its first token, or after a prefix whose snapshot
+its slot gets. Rows of its prompt come in pieces that the kernels compute like the whole, and later rows one by one.
 """
 
 from collections.abc import Iterable
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, tokens_again
+from holdfast.cache.states import NO_PLACE, StateRule
 from holdfast.config import MAX_COUNT, Limits
 from holdfast.errors import MessageError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, StepResult
@@ -40,6 +44,8 @@ class _Seat:
     """A step with draft tokens is in flight."""
     copies: tuple[RowCopy, ...] = ()
     """Rows that its first step copies."""
+    state_from: int = NO_PLACE
+    """The snapshot that its first step starts with."""
     room: int = 0
     """Positions that the tables of all groups cover."""
 
@@ -47,7 +53,14 @@ class _Seat:
 class Slots:
     """The sequences of a runner by slot."""
 
-    def __init__(self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        groups: SequenceABC[CacheGroup],
+        num_pages: int,
+        vocab_size: int,
+        state_rule: StateRule | None = None,
+    ) -> None:
         self._limits = limits
         self._most_sampled = limits.sampled_rows
         self._groups = tuple(groups)
@@ -55,6 +68,9 @@ class Slots:
         self._vocab_size = vocab_size
         self._tokens_again = tokens_again(groups)
         self._block_tokens = block_tokens(groups) if any(group.has_state for group in groups) else 1
+        self._rule = state_rule
+        if state_rule is not None:
+            self._block_tokens = block_tokens(groups, state_rule.grid)
         self.number = 0
         self.seats: dict[int, _Seat] = {}
 
@@ -142,7 +158,7 @@ class Slots:
             num_stored=admitted.num_stored,
             tables=[[] for _ in self._groups],
         )
-        return _Seat(sequence, sequence.num_tokens, copies=admitted.copies)
+        return _Seat(sequence, sequence.num_tokens, copies=admitted.copies, state_from=admitted.state_from)
 
     def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
         """Map a fork's slot to its source: a sequence that ends the same prompt earlier in this step."""
@@ -167,7 +183,7 @@ class Slots:
         return sources
 
     def _check_items(self, step: Step, seats: dict[int, _Seat], sources: dict[int, Sequence]) -> None:
-        limits, seen = self._limits, set[int]()
+        limits, seen, kept = self._limits, set[int](), set[int]()
         num_tokens = num_sampled = 0
         for item in step.items:
             seat = seats.get(item.slot)
@@ -177,6 +193,11 @@ class Slots:
                 _refuse(step, f"runs slot {item.slot} twice")
             seen.add(item.slot)
             self._check_positions(step, item, seat, item.slot in sources)
+            self._check_state(step, item, seat, item.slot in sources)
+            if item.state_to in kept:
+                _refuse_item(step, item, f"writes snapshot {item.state_to}, which another sequence writes")
+            if item.state_to != NO_PLACE:
+                kept.add(item.state_to)
             # Pages already in the tables were checked when they came.
             if item.pages or item.start + item.num_new_tokens > seat.room or seat.next_start is None:
                 self._check_pages(step, item, seat)
@@ -212,6 +233,28 @@ class Slots:
         if item.samples != reaches_end:
             reach = "reaches" if reaches_end else "does not reach"
             _refuse_item(step, item, f"{reach} its last token, and chooses {'one' if item.samples else 'none'}")
+
+    def _check_state(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:
+        """Refuse a step that starts, cuts or keeps a state where the kernels do not compute it like a whole prompt."""
+        is_first, rule = seat.next_start is None, self._rule
+        places = (seat.state_from if is_first else NO_PLACE, item.state_to)
+        most = 0 if rule is None else rule.num_snapshots
+        outside = next((place for place in places if place >= most), None)
+        if outside is not None:
+            _refuse_item(step, item, f"copies snapshot {outside}, and there are {most}")
+        if rule is None or is_fork:
+            if places != (NO_PLACE, NO_PLACE):
+                _refuse_item(step, item, f"copies snapshots {places}, and has none")
+            return
+        start, num_new, num_prompt = item.start, item.num_new_tokens, seat.sequence.num_prompt_tokens
+        if is_first and (seat.state_from == NO_PLACE) != (start == 0):
+            _refuse_item(step, item, f"begins at position {start} with snapshot {seat.state_from}")
+        is_grid = start >= num_prompt or start % rule.grid == 0
+        if not is_grid or rule.piece(start, num_prompt, num_new) != num_new:
+            _refuse_item(step, item, f"runs {num_new} rows from position {start}, which are no piece of its prompt")
+        end = start + num_new
+        if item.state_to != NO_PLACE and (end % self._block_tokens or end > num_prompt):
+            _refuse_item(step, item, f"keeps its state at position {end}, where no block of its prompt ends")
 
     def _can_begin(self, start: int, num_stored: int) -> bool:
         """Return True if a sequence's states, which are not on pages, can be computed from `start` on."""

@@ -372,7 +372,8 @@ class BatchBuffers:
             if not self._has_pages_for_chunks:
                 tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
             is_prompt = start < sequence.num_prompt_tokens
-            sequences.append(SequenceRows(row, num_rows, start, tables, table_row, is_prompt))
+            place = -1 if self._host_states is None else sequence.slot
+            sequences.append(SequenceRows(row, num_rows, start, tables, table_row, is_prompt, place))
             row = end
         return sequences
 

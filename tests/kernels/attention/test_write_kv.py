@@ -113,6 +113,8 @@ def test_native_write_kv_stays_within_its_buffers(native, guarded_host, head_dim
         6,
         num_kv_heads,
         head_dim,
+        head_dim // 2,
+        1,
     )
     assert all(same_bits(mine, theirs) for mine, theirs in zip((q, *planes), expected, strict=True))
     assert q.isfinite().all()

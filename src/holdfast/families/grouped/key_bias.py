@@ -15,6 +15,7 @@ import torch
 from holdfast.distributed.exchange import Exchange
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns
+from holdfast.kernels.attention.write_kv import in_pair_order
 from holdfast.quant.packed_weight import AnyWeight
 
 Weights = Mapping[str, AnyWeight]
@@ -39,11 +40,11 @@ class SplitBiases(NamedTuple):
 
 
 def split_biases(
-    weights: Weights, specs: Sequence[GroupedAttentionSpec], is_separable: bool, turns: KeyTurns | None
+    weights: Weights, specs: Sequence[GroupedAttentionSpec], is_separable: bool, turns: KeyTurns | None, rope_dim: int
 ) -> SplitBiases:
     """Split the bias of every quantized layer if the model's keys are a sum of two parts (`is_separable`).
 
-    `turns` is None without RoPE. Then the bias adds one number to all scores of a row, which a plain softmax ignores,
+    RoPE turns `rope_dim` elements of a head; scores take key biases in pair order, like keys. `turns` is None without RoPE. Then the bias adds one number to all scores of a row, which a plain softmax ignores,
     so nothing is added. Layers with sinks or a cap do not ignore it, so their keys keep the bias.
     """
     layers = [
@@ -66,7 +67,8 @@ def split_biases(
         qkv_NX[place].copy_(bias_X)
         qkv_NX[place, keys] = 0
         if bias_NKD is not None and turns is not None:
-            bias_NKD[place].copy_(bias_X[keys].view(cache.num_kv_heads, cache.head_dim))
+            bias_KD = bias_X[keys].view(cache.num_kv_heads, cache.head_dim)
+            bias_NKD[place].copy_(in_pair_order(bias_KD, rope_dim))
             found[layer] = KeyBias(bias_NKD[place], turns)
     return SplitBiases({bias_name(layer): qkv_NX[place] for place, layer in enumerate(layers)}, tuple(found))
 

@@ -7,6 +7,7 @@ import torch
 
 from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.grouped.pages import GroupedBackend
+from holdfast.kernels.attention.output_gate import gate_outputs, gates_of
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
@@ -46,6 +47,7 @@ class GroupedAttentionLayer:
         head_norm: HeadNorm | None,
         rotary: Rotary | None,
         backend: GroupedBackend,
+        has_output_gate: bool = False,
     ) -> None:
         self.qkv = qkv
         self.o = o
@@ -53,6 +55,7 @@ class GroupedAttentionLayer:
         self._head_norm = head_norm
         self._rotary = rotary
         self._backend = backend
+        self._has_output_gate = has_output_gate
 
     def __call__(
         self,
@@ -88,19 +91,33 @@ class GroupedAttentionLayer:
         return self.qkv.room_for_codes(quantized, num_rows)
 
     def attend(self, batch: Batch, plan: StepPlan, buffers: GroupedBuffers, wanted_only: bool = False) -> torch.Tensor:
-        """Run what lies between the two products: `qkv_TX` to `attended_TX`."""
+        """Run what lies between the two products, gates included: `qkv_TX` to `attended_TX`."""
         self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
         attended_TX = self.o.room_for_inputs(buffers.attended_TX)
         step = LayerStep(self._layer, plan, buffers.scratch)
-        return self._backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
+        attended_RX = self._backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
+        if self._has_output_gate:
+            rows_R = batch.logits.rows_R if wanted_only and batch.logits is not None else None
+            gate_outputs(attended_RX, gates_of(buffers.qkv_TX, *buffers.q_THD.shape[1:]), rows_R)
+        return attended_RX
 
 
 def build_layer(
-    parts: LayerParts, layer: int, norm: tuple[float, float] | None, rotary: Rotary | None, backend: GroupedBackend
+    parts: LayerParts,
+    layer: int,
+    norm: tuple[float, float] | None,
+    rotary: Rotary | None,
+    backend: GroupedBackend,
+    has_output_gate: bool = False,
+    place: int | None = None,
 ) -> GroupedAttentionLayer:
-    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them."""
+    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them.
+
+    `place`: its number among the layers of the backend, if not all layers are of this family.
+    """
     prefix, head_norm = f"layers.{layer}", None
     if norm is not None:
         head_norm = HeadNorm(parts.plain(f"{prefix}.q_norm.weight"), parts.plain(f"{prefix}.k_norm.weight"), *norm)
     qkv, o = parts.linear(f"{prefix}.qkv"), parts.output(f"{prefix}.o")
-    return GroupedAttentionLayer(layer, qkv, o, head_norm, rotary, backend)
+    place = layer if place is None else place
+    return GroupedAttentionLayer(place, qkv, o, head_norm, rotary, backend, has_output_gate)

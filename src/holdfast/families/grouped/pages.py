@@ -249,8 +249,11 @@ class PlainPages:
         page_tokens: int,
         group: int = 0,
         large: LargeKernel = TRITON_TILES,
+        query_step: int = 1,
     ) -> None:
+        """`query_step`: heads from one query of the fused projection to the next."""
         self.planes = (k_plane_SKD, v_plane_SKD)
+        self._query_step = query_step
         self._page_tokens = page_tokens
         self._group = group
         self.large = large
@@ -264,7 +267,8 @@ class PlainPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Write keys and values to their slots and queries to `out_THD` in one pass."""
-        write_kv(qkv_TX, batch.slots_GT[self._group], *self.planes, head_norm, rotary, out_THD)
+        slots_T = batch.slots_GT[self._group]
+        write_kv(qkv_TX, slots_T, *self.planes, head_norm, rotary, out_THD, self._query_step)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """Return the tile geometry of the kernel of `attend_tiles`."""
@@ -318,8 +322,11 @@ class QuantizedPages:
         reader: Dequantizer | None = None,
         group: int = 0,
         near: NearPlanes | None = None,
+        query_step: int = 1,
     ) -> None:
+        """`query_step`: heads from one query of the fused projection to the next."""
         self.planes = planes
+        self._query_step = query_step
         self._reader = reader
         self._group = group
         self._near = near
@@ -339,7 +346,7 @@ class QuantizedPages:
         if self._near is not None:
             k_plane_SKD, v_plane_SKD, spec = self._near
             near = NearWrite(batch.slots_GT[spec.group], batch.positions_T, k_plane_SKD, v_plane_SKD)
-        write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD, near)
+        write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD, near, self._query_step)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """Return the tile geometry of the kernel of `attend_tiles`."""
@@ -412,9 +419,9 @@ def _heads(
 
 
 KeyMeans = Sequence[torch.Tensor | None]
-"""By quantized layer [K, D] in float32, rotated like its keys; None: no mean is subtracted from them."""
+"""By quantized layer [K, D] in float32, in pair order and rotated like its keys; None: no mean is subtracted from them."""
 PairScales = Sequence[torch.Tensor | None]
-"""By quantized layer [2, K, D] in float32: factors of keys, and of queries; None: they stay as they are."""
+"""By quantized layer [2, K, D] in float32, in pair order: factors of keys, and of queries; None: they stay as they are."""
 KeyBiases = Sequence[KeyBias | None]
 """By layer whose pages hold keys without their bias; None: no bias, or the keys include it."""
 Sinks = Sequence[torch.Tensor | None]
@@ -495,7 +502,7 @@ class GroupedBackend(AttentionBackend):
         spec, page_tokens = self._specs[layer], storage.spec.page_tokens
         k_plane_SKD = storage.plane(layer, "k")
         large = choose_large_kernel(k_plane_SKD, page_tokens, spec.num_heads, spec.scale)
-        return PlainPages(k_plane_SKD, storage.plane(layer, "v"), page_tokens, spec.group, large)
+        return PlainPages(k_plane_SKD, storage.plane(layer, "v"), page_tokens, spec.group, large, spec.query_step)
 
     def _quantized(
         self, layer: int, storage: PageStorage, k_mean_KD: torch.Tensor | None, is_read: bool
@@ -514,13 +521,12 @@ class GroupedBackend(AttentionBackend):
             self._key_biases[layer],
             self._pair_scales[layer],
         )
-        near = self._near_planes(layer, storage)
-        if not is_read:
-            return QuantizedPages(planes, None, group, near)
-        kind = (key_bits, value_bits, head_dim)
-        if kind not in self._readers:
-            self._readers[kind] = Dequantizer(*kind, self._device)
-        return QuantizedPages(planes, self._readers[kind], group, near)
+        near, query_step, reader = self._near_planes(layer, storage), self._specs[layer].query_step, None
+        if is_read:
+            kind = (key_bits, value_bits, head_dim)
+            reader = self._readers.get(kind) or Dequantizer(*kind, self._device)
+            self._readers[kind] = reader
+        return QuantizedPages(planes, reader, group, near, query_step)
 
     def _near_planes(self, layer: int, storage: PageStorage) -> NearPlanes | None:
         near = self._specs[layer].near

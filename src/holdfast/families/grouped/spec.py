@@ -32,11 +32,18 @@ class GroupedAttentionSpec(AttentionSpec):
     """Tokens that are exact beside quantized pages; None: every token is read as stored."""
     has_lane: bool = False
     """True if prompts may read quantized pages through the lane (kernels/attention/lane_rows.py)."""
+    has_output_gate: bool = False
+    """The fused projection has a gate after each query head."""
+
+    @property
+    def query_step(self) -> int:
+        """Heads from one query head of the fused projection to the next."""
+        return query_step(self.has_output_gate)
 
     @property
     def key_part(self) -> slice:
         """Columns of the fused projection that are keys."""
-        start, dim = self.num_heads * self.cache.head_dim, self.cache.head_dim
+        start, dim = self.query_step * self.num_heads * self.cache.head_dim, self.cache.head_dim
         return slice(start, start + self.cache.num_kv_heads * dim)
 
     @property
@@ -45,17 +52,24 @@ class GroupedAttentionSpec(AttentionSpec):
         return self.softcap is None and not self.has_sinks
 
 
+def query_step(has_output_gate: bool) -> int:
+    """Return the heads from one query head of a fused projection to the next: its gate follows each, if it has one."""
+    return 2 if has_output_gate else 1
+
+
 class GroupedSpec(NamedTuple):
     """Grouped attention of a model: what its projections and its scratch follow from."""
 
     num_kv_heads: int
+    has_output_gate: bool = False
+    """A gate follows each query head, and its sigmoid multiplies the head's output."""
 
     @property
     def modules(self) -> tuple[str, ...]:
         return "qkv", "o"
 
     def qkv_size(self, num_heads: int, head_dim: int) -> int:
-        return (num_heads + 2 * self.num_kv_heads) * head_dim
+        return (query_step(self.has_output_gate) * num_heads + 2 * self.num_kv_heads) * head_dim
 
     def products(self, hidden: int, num_heads: int, head_dim: int) -> tuple[tuple[int, int], ...]:
         """List outputs and inputs of the weights, in the order of computation."""

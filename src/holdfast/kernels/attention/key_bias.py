@@ -1,6 +1,6 @@
 """KeyBias: the contribution of a key projection's bias to scores of keys stored without it: tables, plain torch, kernel functions.
 
-K key/value heads, D head dim, C = D / 2 pairs of coordinates that rope turns, B blocks of tokens, N tokens of a block, F
+K key/value heads, D head dim, C = D / 2 pairs of coordinates, P of them that rope turns, B blocks of tokens, N tokens of a block, F
 numbers of a table for tensor cores, L positions; in kernels G columns or M rows of queries, C padded to a power of two
 
 A key is R_p (W x + b), with R_p the RoPE rotation of its position p. If b is much longer than W x, a code of few bits holds
@@ -13,6 +13,9 @@ so the bias becomes two numbers per pair of each query. The other factor is the 
 Tokens of a block count from its middle, p = middle + d. Even and odd are rotated to the middle once per block, which leaves
 cos(w d) and sin(w d). The table holds cos - 1: pairs with a large bias mostly rotate slowly, so half precision rounds only what
 changes from token to token. The rest is summed in float32.
+
+Keys lie in pair order (`in_pair_order` of write_kv.py), and bias and tables too. If RoPE leaves some elements alone, their pairs
+have frequency 0 and magnitude 1: they add the same number at every position, which sinks and caps see.
 
 Without RoPE the bias adds q . b to all scores of a row. A softmax ignores that, so such a model needs no KeyBias. With
 QK-norm keys are no sum of two parts, and KeyBias does not apply.
@@ -52,7 +55,7 @@ class KeyBias(NamedTuple):
     """Bias of one layer's key projection."""
 
     bias_KD: Tensor
-    """float32, in the model's coordinates, before any rotation."""
+    """float32, in pair order, before any rotation."""
     turns: KeyTurns
 
     @property
@@ -61,10 +64,21 @@ class KeyBias(NamedTuple):
 
 
 def make_key_turns(
-    inverse_frequency_C: Tensor, magnitude: float, max_model_len: int, dtype: torch.dtype, device: torch.device | str
+    inverse_frequency_P: Tensor,
+    magnitude: float,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    num_pairs: int | None = None,
 ) -> KeyTurns:
-    """Make tables for positions below `max_model_len` of a model that computes in `dtype`; angles are float64."""
-    frequency_C = inverse_frequency_C.double().cpu()
+    """Make tables for positions below `max_model_len` of a model that computes in `dtype`; angles are float64.
+
+    `num_pairs`: all pairs of a head, if RoPE turns only the first P of them.
+    """
+    num_same = 0 if num_pairs is None else num_pairs - len(inverse_frequency_P)
+    frequency_C = torch.nn.functional.pad(inverse_frequency_P.double().cpu(), (0, num_same))
+    magnitude_C = torch.ones_like(frequency_C)
+    magnitude_C[: len(inverse_frequency_P)] = magnitude
     num_blocks, middle = -(-max_model_len // BLOCK_TOKENS), (BLOCK_TOKENS - 1) / 2
     angle_BC = torch.outer(torch.arange(num_blocks, dtype=torch.float64) * BLOCK_TOKENS + middle, frequency_C)
     near_NC = torch.outer(torch.arange(BLOCK_TOKENS, dtype=torch.float64) - middle, frequency_C)
@@ -72,8 +86,8 @@ def make_key_turns(
     near_2NC = torch.stack((-2 * (near_NC / 2).sin().square(), near_NC.sin())) * NEAR_SCALE
     near_2NC = near_2NC.to(getattr(torch, key_turn_dtype(str(dtype).removeprefix("torch."))))
     return KeyTurns(
-        (angle_BC.cos() * magnitude).float().to(device),
-        (angle_BC.sin() * magnitude).float().to(device),
+        (angle_BC.cos() * magnitude_C).float().to(device),
+        (angle_BC.sin() * magnitude_C).float().to(device),
         near_2NC.to(device),
         None if near_2NC.dtype == torch.float32 else _fragments(near_2NC).to(device),
     )
@@ -89,7 +103,7 @@ def _fragments(near_2NC: Tensor) -> Tensor:
 
 
 def key_bias_rows(key_bias: KeyBias, positions_L: Tensor) -> Tensor:
-    """Return the bias of the keys at these positions, float32 [K, L, D], in the model's coordinates."""
+    """Return the bias of the keys at these positions, float32 [K, L, D], in pair order."""
     cos_LC, sin_LC = _turns_at(key_bias.turns, positions_L)
     first_K1C, second_K1C = key_bias.bias_KD.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC), dim=-1)

@@ -1,7 +1,10 @@
 """KV cache writes of a step: keys and values from a fused projection into plain pages, and pages into the block table.
 
-T rows, H query heads, K key/value heads, D head dim, P = D / 2 pairs, X = (H + 2 K) D, S slots, R rows that are not padding,
-U updates, each (place in the flat block table, page id), N rows of the table, P pages of a row
+T rows, H query heads, K key/value heads, D head dim, P pairs that RoPE turns, X = (s H + 2 K) D, S slots, R rows that are
+not padding, U updates, each (place in the flat block table, page id), N rows of the table, P pages of a row
+
+Query heads of a row lie s = `query_step` heads apart: 1, or 2 if the gate of each follows it. RoPE turns elements i and i + P
+of a head, the first 2 P; the others stay as they are.
 
 `write_kv` norms and rotates heads and returns the queries; `scatter_pages` updates single places of the table.
 """
@@ -71,6 +74,7 @@ def _write_kv_native(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
+    query_step: int = 1,
 ) -> Tensor:
     """Like `write_kv`, in C, for float32."""
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
@@ -79,15 +83,16 @@ def _write_kv_native(
     library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
     if library is None:
         return DECLINED
-    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
-    shape = (num_rows, num_heads, head_dim)
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    num_rows, num_heads = len(qkv_TX), num_query_heads(qkv_TX, num_kv_heads, head_dim, query_step)
+    shape, num_pairs = (num_rows, num_heads, head_dim), 0 if rotary is None else num_turned_pairs(rotary, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
     rows_TX = qkv_TX.contiguous()  # a single row always is contiguous, and several must give the same bits
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
     library.holdfast_write_heads(
         rows_TX.data_ptr(), slots_T.data_ptr(), *pointers, head_norm.eps if head_norm else 0.0,
         head_norm.offset if head_norm else 0.0, q_THD.data_ptr(), k_plane_SKD.data_ptr(), v_plane_SKD.data_ptr(),
-        *(num_rows, num_heads, num_kv_heads, head_dim),
+        *(num_rows, num_heads, num_kv_heads, head_dim, num_pairs, query_step),
     )  # fmt: skip
     return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
 
@@ -100,6 +105,7 @@ def write_kv_reference(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
+    query_step: int = 1,
 ) -> Tensor:
     """Write keys and values of each row to its slot; return queries as [T, H, D], in `out_THD` if given.
 
@@ -107,7 +113,7 @@ def write_kv_reference(
     `qkv_TX`. Rows and slots may be strided.
     """
     _, num_kv_heads, head_dim = k_plane_SKD.shape
-    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, num_kv_heads, head_dim, head_norm, rotary)
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, num_kv_heads, head_dim, head_norm, rotary, query_step)
     used_T = slots_T >= 0
     rows_R = used_T.nonzero().squeeze(1)
     slots_R = slots_T[rows_R]
@@ -118,21 +124,39 @@ def write_kv_reference(
 
 
 def turned_heads(
-    qkv_TX: Tensor, num_kv_heads: int, head_dim: int, head_norm: HeadNorm | None, rotary: Rotary | None
+    qkv_TX: Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    query_step: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate queries, keys and values of a fused projection in plain torch: [T, H, D] and twice [T, K, D]."""
     heads_TXD = qkv_TX.unflatten(-1, (-1, head_dim))
-    num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
-    q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    num_before = heads_TXD.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = heads_TXD.split((num_before, num_kv_heads, num_kv_heads), dim=1)
+    q_THD = q_THD[:, ::query_step]
     if head_norm is not None:
         q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps, offset=head_norm.offset)
         k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
     if rotary is not None:
         cos_TP, sin_TP = rotary.cos_TP[: len(qkv_TX)], rotary.sin_TP[: len(qkv_TX)]
-        cos_T1D = torch.cat((cos_TP, cos_TP), dim=-1).unsqueeze(1)
-        sin_T1D = torch.cat((-sin_TP, sin_TP), dim=-1).unsqueeze(1)
-        q_THD, k_TKD = _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D)
+        cos_T1Y = torch.cat((cos_TP, cos_TP), dim=-1).unsqueeze(1)
+        sin_T1Y = torch.cat((-sin_TP, sin_TP), dim=-1).unsqueeze(1)
+        q_THD, k_TKD = _rotate(q_THD, cos_T1Y, sin_T1Y), _rotate(k_TKD, cos_T1Y, sin_T1Y)
     return q_THD, k_TKD, v_TKD
+
+
+def in_pair_order(x_XD: Tensor, rope_dim: int) -> Tensor:
+    """Order elements of heads so that RoPE, which turns the first `rope_dim`, turns places i and i + D / 2.
+
+    The elements that stay become pairs too, which turn by nothing. This is how quantized pages and their tables hold keys.
+    """
+    pairs, half = rope_dim // 2, x_XD.shape[-1] // 2
+    if pairs == half:
+        return x_XD
+    left = x_XD[..., :pairs], x_XD[..., 2 * pairs : half + pairs]
+    return torch.cat((*left, x_XD[..., pairs : 2 * pairs], x_XD[..., half + pairs :]), dim=-1)
 
 
 def write_kv_triton(
@@ -143,9 +167,11 @@ def write_kv_triton(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
+    query_step: int = 1,
 ) -> Tensor:
     """Launch one program per block of heads of a row; it rounds where the reference rounds."""
-    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    num_rows, num_heads = len(qkv_TX), num_query_heads(qkv_TX, num_kv_heads, head_dim, query_step)
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
     for heads in (q_THD, k_plane_SKD, v_plane_SKD):
@@ -162,7 +188,8 @@ def write_kv_triton(
             rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0),
             k_plane_SKD.stride(0), v_plane_SKD.stride(0), q_THD.stride(0), rotary.cos_TP.stride(0) if rotary else 0,
             OFFSET=head_norm.offset if head_norm else 0.0, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim, HEADS=heads, HALF_BLOCK=half_block, num_warps=NUM_WARPS, **pdl_flags(qkv_TX),
+            HEAD_DIM=head_dim, PAIRS=num_turned_pairs(rotary, head_dim) if rotary else -(-head_dim // 2), QUERY_STEP=query_step,
+            HEADS=heads, HALF_BLOCK=half_block, num_warps=NUM_WARPS, **pdl_flags(qkv_TX),
         )  # fmt: skip
     return q_THD
 
@@ -174,11 +201,12 @@ write_kv = operation(reference=write_kv_reference, triton=write_kv_triton, nativ
 def _write_kv_kernel(
     p_qkv, p_slots, p_k_plane, p_v_plane, p_q, p_q_norm, p_k_norm, p_cosine, p_sine, eps, qkv_stride, k_stride,
     v_stride, q_stride, rotary_stride,
-    OFFSET: constexpr, NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, HEADS: constexpr,
-    HALF_BLOCK: constexpr, PDL: constexpr,
+    OFFSET: constexpr, NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAIRS: constexpr,
+    QUERY_STEP: constexpr, HEADS: constexpr, HALF_BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    # A head is two blocks, left and right: RoPE pairs equal indices.
+    # A head is two blocks, left and right: RoPE pairs equal indices. Elements that it leaves alone fill up both blocks.
     HALF: constexpr = (HEAD_DIM + 1) // 2
+    IS_WHOLE: constexpr = PAIRS == HALF
     NUM_BLOCKS: constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
@@ -186,6 +214,10 @@ def _write_kv_kernel(
     o_head = (i_program % NUM_BLOCKS) * HEADS + tl.arange(0, HEADS)
     o_d = tl.arange(0, HALF_BLOCK)
     m_left, m_right = o_d < HALF, o_d < HEAD_DIM - HALF
+    o_left, o_right, m_turned = 0, HALF, m_right
+    if not IS_WHOLE:
+        m_turned = o_d < PAIRS
+        o_left, o_right = tl.where(m_turned, 0, PAIRS), tl.where(m_turned, PAIRS, HALF)
     m_head = o_head < NUM_HEADS + 2 * NUM_KV_HEADS
     m_query = (o_head < NUM_HEADS)[:, None]
     m_key = ((o_head >= NUM_HEADS) & (o_head < NUM_HEADS + NUM_KV_HEADS))[:, None]
@@ -194,23 +226,25 @@ def _write_kv_kernel(
     o_x = o_head[:, None] * HEAD_DIM + o_d[None, :]
     m_x_left, m_x_right = m_head[:, None] & m_left[None, :], m_head[:, None] & m_right[None, :]
     p_x = p_qkv + i_row * qkv_stride + o_x
+    if QUERY_STEP > 1:
+        p_x += ((QUERY_STEP - 1) * HEAD_DIM) * tl.minimum(o_head, NUM_HEADS)[:, None]
 
     # Constants are loaded before the wait.
     if p_q_norm is not None:
-        b_q_left = tl.load(p_q_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
-        b_q_right = tl.load(p_q_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
-        b_k_left = tl.load(p_k_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
-        b_k_right = tl.load(p_k_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        b_q_left = tl.load(p_q_norm + o_left + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_q_right = tl.load(p_q_norm + o_right + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        b_k_left = tl.load(p_k_norm + o_left + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_k_right = tl.load(p_k_norm + o_right + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
         if OFFSET != 0.0:
             b_q_left, b_q_right = b_q_left + OFFSET, b_q_right + OFFSET
             b_k_left, b_k_right = b_k_left + OFFSET, b_k_right + OFFSET
     release_then_wait(PDL)
     if p_cosine is not None:
         o_table = i_row * rotary_stride + o_d
-        b_cos = tl.load(p_cosine + o_table, mask=m_right, other=0.0).to(tl.float32)[None, :]
-        b_sin = tl.load(p_sine + o_table, mask=m_right, other=0.0).to(tl.float32)[None, :]
-    b_left = tl.load(p_x, mask=m_x_left, other=0.0).to(tl.float32)
-    b_right = tl.load(p_x + HALF, mask=m_x_right, other=0.0).to(tl.float32)
+        b_cos = tl.load(p_cosine + o_table, mask=m_turned, other=0.0).to(tl.float32)[None, :]
+        b_sin = tl.load(p_sine + o_table, mask=m_turned, other=0.0).to(tl.float32)[None, :]
+    b_left = tl.load(p_x + o_left, mask=m_x_left, other=0.0).to(tl.float32)
+    b_right = tl.load(p_x + o_right, mask=m_x_right, other=0.0).to(tl.float32)
 
     if p_q_norm is not None:
         b_scale = tl.rsqrt(tl.sum(b_left * b_left + b_right * b_right, axis=1) / HEAD_DIM + eps)[:, None]
@@ -224,31 +258,44 @@ def _write_kv_kernel(
         b_along_right = (b_right * b_cos).to(p_cosine.dtype.element_ty).to(tl.float32)
         b_turned_left = (b_along_left - b_right * b_sin).to(p_cosine.dtype.element_ty).to(tl.float32)
         b_turned_right = (b_along_right + b_left * b_sin).to(p_cosine.dtype.element_ty).to(tl.float32)
-        b_left = tl.where(m_value, b_left, b_turned_left)
-        b_right = tl.where(m_value, b_right, b_turned_right)
+        m_same = m_value if IS_WHOLE else m_value | (m_turned == 0)[None, :]
+        b_left = tl.where(m_same, b_left, b_turned_left)
+        b_right = tl.where(m_same, b_right, b_turned_right)
 
     m_padding = i_slot < 0
     p_y = p_q + i_row * q_stride + o_x
-    tl.store(p_y, tl.where(m_padding, 0.0, b_left).to(p_q.dtype.element_ty), mask=m_x_left & m_query)
-    tl.store(p_y + HALF, tl.where(m_padding, 0.0, b_right).to(p_q.dtype.element_ty), mask=m_x_right & m_query)
+    tl.store(p_y + o_left, tl.where(m_padding, 0.0, b_left).to(p_q.dtype.element_ty), mask=m_x_left & m_query)
+    tl.store(p_y + o_right, tl.where(m_padding, 0.0, b_right).to(p_q.dtype.element_ty), mask=m_x_right & m_query)
     p_y = p_k_plane + i_slot * k_stride + (o_x - NUM_HEADS * HEAD_DIM)
     m_key = m_key & (i_slot >= 0)
-    tl.store(p_y, b_left.to(p_k_plane.dtype.element_ty), mask=m_x_left & m_key)
-    tl.store(p_y + HALF, b_right.to(p_k_plane.dtype.element_ty), mask=m_x_right & m_key)
+    tl.store(p_y + o_left, b_left.to(p_k_plane.dtype.element_ty), mask=m_x_left & m_key)
+    tl.store(p_y + o_right, b_right.to(p_k_plane.dtype.element_ty), mask=m_x_right & m_key)
     p_y = p_v_plane + i_slot * v_stride + (o_x - (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM)
     m_value = m_value & (i_slot >= 0)
-    tl.store(p_y, b_left.to(p_v_plane.dtype.element_ty), mask=m_x_left & m_value)
-    tl.store(p_y + HALF, b_right.to(p_v_plane.dtype.element_ty), mask=m_x_right & m_value)
+    tl.store(p_y + o_left, b_left.to(p_v_plane.dtype.element_ty), mask=m_x_left & m_value)
+    tl.store(p_y + o_right, b_right.to(p_v_plane.dtype.element_ty), mask=m_x_right & m_value)
 
 
-def _rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+def _rotate(x_THD: Tensor, cos_T1Y: Tensor, sin_T1Y: Tensor) -> Tensor:
+    """Rotate as many elements as cos and sin have; the others stay."""
+    rope_dim = cos_T1Y.shape[-1]
+    if rope_dim < x_THD.shape[-1]:
+        return torch.cat((_rotate(x_THD[..., :rope_dim], cos_T1Y, sin_T1Y), x_THD[..., rope_dim:]), dim=-1)
     swapped_THD = x_THD.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D)
+    return torch.addcmul(x_THD * cos_T1Y, swapped_THD, sin_T1Y)
 
 
-def _num_heads(qkv_TX: Tensor, k_plane_SKD: Tensor) -> int:
-    _, num_kv_heads, head_dim = k_plane_SKD.shape
-    return qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+def num_query_heads(qkv_TX: Tensor, num_kv_heads: int, head_dim: int, query_step: int) -> int:
+    """Return the query heads of a fused projection."""
+    num_before = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+    assert num_before % query_step == 0, f"{num_before} heads before the keys, {query_step} for each query"
+    return num_before // query_step
+
+
+def num_turned_pairs(rotary: Rotary, head_dim: int) -> int:
+    """Return the pairs of a head that RoPE turns."""
+    assert rotary.dim <= head_dim, f"RoPE of {rotary.dim} elements for {head_dim=}"
+    return rotary.dim // 2
 
 
 PADDING = -1

@@ -1,6 +1,9 @@
 """KV cache writes into quantized pages: norm and rotate heads of a fused projection, quantize keys and values, return queries.
 
-T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows that are not padding
+T rows, H query heads, K key/value heads, D head dim, X = (s H + 2 K) D, R rows that are not padding
+
+Query heads of a row lie s = `query_step` heads apart, as in write_kv.py. Pages, near rows, tables and the returned queries have
+keys in pair order (`in_pair_order`): RoPE turns places i and i + D / 2 of a head, and the last pairs of a partial one stay.
 """
 
 from typing import NamedTuple
@@ -10,7 +13,14 @@ from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import NEAR_SCALE, KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
+from holdfast.kernels.attention.write_kv import (
+    HeadNorm,
+    Rotary,
+    in_pair_order,
+    num_query_heads,
+    num_turned_pairs,
+    turned_heads,
+)
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.operation import operation, pdl_flags
@@ -62,6 +72,7 @@ def write_quantized_kv_reference(
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
     near: NearWrite | None = None,
+    query_step: int = 1,
 ) -> Tensor:
     """Quantize keys and values of each row into its slot; return queries as [T, H, D], in `out_THD` if given.
 
@@ -69,7 +80,9 @@ def write_quantized_kv_reference(
     padding: it stores nothing, and its queries are zeros. `out_THD` may be the query part of `qkv_TX`. Rows may be strided.
     """
     shape = planes.num_kv_heads, planes.head_dim
-    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary, query_step)
+    if rotary is not None:
+        q_THD, k_TKD = in_pair_order(q_THD, rotary.dim), in_pair_order(k_TKD, rotary.dim)
     if planes.pair_scale_2KD is not None:
         q_THD, k_TKD = _balanced(q_THD, k_TKD, planes.pair_scale_2KD)
     if near is not None:
@@ -98,10 +111,11 @@ def write_quantized_kv_triton(
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
     near: NearWrite | None = None,
+    query_step: int = 1,
 ) -> Tensor:
     """Launch one program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
-    num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = num_query_heads(qkv_TX, num_kv_heads, head_dim, query_step)
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     _check_layout(qkv_TX, q_THD, planes, rotary)
     if near is not None:
@@ -128,6 +142,7 @@ def write_quantized_kv_triton(
             KEY_MAGNITUDES=key_codebook.magnitudes, VALUE_MAGNITUDES=value_codebook.magnitudes,
             KEY_GAIN=key_codebook.gain * head_dim**0.5, VALUE_GAIN=value_codebook.gain * head_dim**0.5,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_TOKENS=planes.page_tokens,
+            PAIRS=num_turned_pairs(rotary, head_dim) if rotary else head_dim // 2, QUERY_STEP=query_step,
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, BLOCK=block, num_warps=NUM_WARPS, **pdl_flags(qkv_TX),
         )  # fmt: skip
     return q_THD
@@ -204,8 +219,8 @@ def _write_quantized_kv_kernel(
     p_turn_cos, p_turn_sin, p_turn_near, eps, qkv_stride, q_stride,
     OFFSET: constexpr, KEY_BITS: constexpr, VALUE_BITS: constexpr, KEY_MAGNITUDES: constexpr,
     VALUE_MAGNITUDES: constexpr, KEY_GAIN: constexpr, VALUE_GAIN: constexpr, NUM_HEADS: constexpr,
-    NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, QUERY_HEADS: constexpr, KV_HEADS: constexpr,
-    BLOCK: constexpr, PDL: constexpr,
+    NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, PAIRS: constexpr, QUERY_STEP: constexpr,
+    QUERY_HEADS: constexpr, KV_HEADS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     # A program has heads of one kind, as four blocks: their quarters. Names differ by kind because types may.
     QUERY_BLOCKS: constexpr = (NUM_HEADS + QUERY_HEADS - 1) // QUERY_HEADS
@@ -217,18 +232,18 @@ def _write_quantized_kv_kernel(
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
     o_d = tl.arange(0, BLOCK)[None, :]
     m_d = o_d < HEAD_DIM // 4
-    o_table = i_row * (HEAD_DIM // 2) + o_d
+    o_table = i_row * PAIRS + o_d
     p_row = p_qkv + i_row * qkv_stride + o_d
 
     if i_block < QUERY_BLOCKS:
         o_query = i_block * QUERY_HEADS + tl.arange(0, QUERY_HEADS)[:, None]
         m_query = (o_query < NUM_HEADS) & m_d
-        p_query = p_row + o_query * HEAD_DIM
+        p_query = p_row + o_query * (QUERY_STEP * HEAD_DIM)
         b_q_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
         if p_pair_scale is not None:
             o_inverse = (NUM_KV_HEADS + o_query // (NUM_HEADS // NUM_KV_HEADS)) * HEAD_DIM + o_d
             b_inverse = quarters(p_pair_scale + o_inverse, m_query, HEAD_DIM)
-        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
+        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PAIRS, PDL)
         if p_pair_scale is not None:
             b_q = _times(b_q, b_inverse, p_qkv)
         b_q = _rotated_quarters(b_q, b_q_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
@@ -241,7 +256,7 @@ def _write_quantized_kv_kernel(
         m_head = o_head < NUM_KV_HEADS
         m_x = m_head[:, None] & m_d
         m_store = m_head & (i_slot >= 0)
-        p_key = p_row + (NUM_HEADS + o_head)[:, None] * HEAD_DIM
+        p_key = p_row + (QUERY_STEP * NUM_HEADS + o_head)[:, None] * HEAD_DIM
         if p_near_slots is not None:
             i_near = tl.load(p_near_slots + i_row).to(tl.int64)
             m_near = m_x & (i_near >= 0)
@@ -253,7 +268,7 @@ def _write_quantized_kv_kernel(
                 b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
             if p_pair_scale is not None:
                 b_scale = quarters(p_pair_scale + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
-            b_turned = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
+            b_turned = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PAIRS, PDL)
             if p_pair_scale is not None:
                 b_turned = _times(b_turned, b_scale, p_qkv)
             b_k = _rotated_quarters(b_turned, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
@@ -294,22 +309,28 @@ def _write_quantized_kv_kernel(
 
 
 @jit
-def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr, HEAD_DIM: constexpr, PDL: constexpr):
-    """Norm and rotate heads of a row by their position, rounded like the reference."""
+def _turned(
+    p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr, HEAD_DIM: constexpr, PAIRS: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
+    """Norm and rotate heads of a row by their position, in pair order, rounded like the reference."""
     o_d = tl.arange(0, m_x.shape[1])[None, :]
     m_d = o_d < HEAD_DIM // 4
     # Constants are loaded before the wait.
     if p_norm is not None:
-        b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
+        b_norm = _paired_quarters(p_norm + o_d, o_d, m_d, HEAD_DIM, PAIRS)
         if OFFSET != 0.0:
             b_norm = (b_norm[0] + OFFSET, b_norm[1] + OFFSET, b_norm[2] + OFFSET, b_norm[3] + OFFSET)
     release_then_wait(PDL)
     if p_cosine is not None:
-        b_cos_0 = tl.load(p_cosine + o_table, mask=m_d, other=0.0).to(tl.float32)
-        b_cos_1 = tl.load(p_cosine + o_table + HEAD_DIM // 4, mask=m_d, other=0.0).to(tl.float32)
-        b_sin_0 = tl.load(p_sine + o_table, mask=m_d, other=0.0).to(tl.float32)
-        b_sin_1 = tl.load(p_sine + o_table + HEAD_DIM // 4, mask=m_d, other=0.0).to(tl.float32)
-    b_x = quarters(p_x, m_x, HEAD_DIM)
+        m_0, m_1 = m_d, m_d
+        if PAIRS < HEAD_DIM // 2:
+            m_0, m_1 = m_d & (o_d < PAIRS), m_d & (o_d < PAIRS - HEAD_DIM // 4)
+        b_cos_0 = tl.load(p_cosine + o_table, mask=m_0, other=0.0).to(tl.float32)
+        b_cos_1 = tl.load(p_cosine + o_table + HEAD_DIM // 4, mask=m_1, other=0.0).to(tl.float32)
+        b_sin_0 = tl.load(p_sine + o_table, mask=m_0, other=0.0).to(tl.float32)
+        b_sin_1 = tl.load(p_sine + o_table + HEAD_DIM // 4, mask=m_1, other=0.0).to(tl.float32)
+    b_x = _paired_quarters(p_x, o_d, m_x, HEAD_DIM, PAIRS)
     if p_norm is not None:
         b_scale = tl.rsqrt(sum_of_products(b_x, b_x) / HEAD_DIM + eps)[:, None]
         b_x = (
@@ -319,11 +340,37 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
             _rounded(b_x[3] * b_scale * b_norm[3], p_x),
         )
     if p_cosine is not None:
-        b_x = (
+        b_y = (
             _rounded(_rounded(b_x[0] * b_cos_0, p_x) - b_x[2] * b_sin_0, p_x),
             _rounded(_rounded(b_x[1] * b_cos_1, p_x) - b_x[3] * b_sin_1, p_x),
             _rounded(_rounded(b_x[2] * b_cos_0, p_x) + b_x[0] * b_sin_0, p_x),
             _rounded(_rounded(b_x[3] * b_cos_1, p_x) + b_x[1] * b_sin_1, p_x),
+        )
+        if PAIRS < HEAD_DIM // 2:
+            b_y = (
+                tl.where(m_0, b_y[0], b_x[0]),
+                tl.where(m_1, b_y[1], b_x[1]),
+                tl.where(m_0, b_y[2], b_x[2]),
+                tl.where(m_1, b_y[3], b_x[3]),
+            )
+        b_x = b_y
+    return b_x
+
+
+@jit
+def _paired_quarters(p_x, o_d, m_x, HEAD_DIM: constexpr, PAIRS: constexpr):
+    """Load heads in pair order as float32, from pointers to the first quarter, whose elements are `o_d`."""
+    HALF: constexpr = HEAD_DIM // 2
+    QUARTER: constexpr = HEAD_DIM // 4
+    if PAIRS == HALF:
+        b_x = quarters(p_x, m_x, HEAD_DIM)
+    else:
+        m_0, m_1 = o_d < PAIRS, o_d < PAIRS - QUARTER
+        b_x = (
+            tl.load(p_x + tl.where(m_0, 0, PAIRS), mask=m_x, other=0.0).to(tl.float32),
+            tl.load(p_x + QUARTER + tl.where(m_1, 0, PAIRS), mask=m_x, other=0.0).to(tl.float32),
+            tl.load(p_x + tl.where(m_0, PAIRS, HALF), mask=m_x, other=0.0).to(tl.float32),
+            tl.load(p_x + QUARTER + tl.where(m_1, PAIRS, HALF), mask=m_x, other=0.0).to(tl.float32),
         )
     return b_x
 

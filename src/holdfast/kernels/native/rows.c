@@ -79,6 +79,31 @@ void holdfast_clamped_gate(const float *gate_up, float *y, long num_rows, long s
     }
 }
 
+// x *= sigmoid(gate), in place; zeros stay zeros whatever their gate. Row i of x has the gates of row rows[i], or of row i; gates of a
+// row lie by head, `head_stride` apart.
+void holdfast_gate_heads(float *x, const float *gates, const int64_t *rows, long num_rows, long num_heads, long head_dim,
+                         long row_stride, long head_stride) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)
+    for (long row = 0; row < num_rows; row++) {
+        for (long head = 0; head < num_heads; head++) {
+            const float *gate = gates + (rows ? rows[row] : row) * row_stride + head * head_stride;
+            float *y = x + (row * num_heads + head) * head_dim;
+            for (long i = 0; i < head_dim; i += LANES) {
+                float factor[LANES] = {0}, value[LANES] = {0};
+                long count = head_dim - i < LANES ? head_dim - i : LANES;
+                memcpy(factor, gate + i, count * sizeof(float));
+                memcpy(value, y + i, count * sizeof(float));
+                vec g = load(factor), v = load(value);
+                ivec gone = g < splat(-80.0f);  // as for silu
+                vec negated = (vec)((ivec)(-g) & ~gone);
+                vec open = (vec)((ivec)(splat(1.0f) / (splat(1.0f) + exp_vec(negated))) & ~gone);
+                store(value, (vec)((ivec)(v * open) & ~(v == splat(0.0f))));
+                memcpy(y + i, value, count * sizeof(float));
+            }
+        }
+    }
+}
+
 // In place, by the C library's functions; kinds as kernels/activation.py numbers them.
 void holdfast_activate(float *x, long size, long kind) {
 #pragma omp parallel for schedule(static) if (size >= ELEMENTS_PER_THREAD)
@@ -109,11 +134,13 @@ static inline void rotate_row(const float *x, const float *cosine, const float *
 }
 
 // Rows of q | k | v: normalize and rotate query and key heads if given, store queries to q, keys and values to their slots.
-// A row with a negative slot is padding: it stores nothing, and its queries are zeros. cosine and sine have a row of half a head for each.
+// A row with a negative slot is padding: it stores nothing, and its queries are zeros. cosine and sine have a row of `num_pairs` for
+// each: the first 2 num_pairs elements of a head rotate. Queries of a row lie `query_step` heads apart.
 void holdfast_write_heads(const float *qkv, const int64_t *slots, const float *cosine, const float *sine,
                           const float *q_norm, const float *k_norm, float eps, float offset, float *q,
-                          float *k_plane, float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
-    long width = (num_heads + 2 * num_kv_heads) * head_dim;
+                          float *k_plane, float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim,
+                          long num_pairs, long query_step) {
+    long before_keys = query_step * num_heads, width = (before_keys + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
     for (long row = 0; row < num_rows; row++) {
         if (slots[row] < 0) {
@@ -121,24 +148,23 @@ void holdfast_write_heads(const float *qkv, const int64_t *slots, const float *c
             continue;
         }
         const float *source = qkv + row * width;
-        const float *row_cosine = cosine ? cosine + row * (head_dim / 2) : 0;
-        const float *row_sine = sine ? sine + row * (head_dim / 2) : 0;
+        const float *row_cosine = cosine ? cosine + row * num_pairs : 0;
+        const float *row_sine = sine ? sine + row * num_pairs : 0;
         float *keys = k_plane + slots[row] * num_kv_heads * head_dim;
         for (long head = 0; head < num_heads + num_kv_heads; head++) {
-            const float *x = source + head * head_dim;
             int is_query = head < num_heads;
+            const float *x = source + (is_query ? query_step * head : before_keys + head - num_heads) * head_dim;
             float *y = is_query ? q + (row * num_heads + head) * head_dim : keys + (head - num_heads) * head_dim;
             float normed[head_dim];
             if (q_norm) {
                 rms_row(x, is_query ? q_norm : k_norm, normed, head_dim, eps, offset);
                 x = normed;
             }
-            if (cosine)
-                rotate_row(x, row_cosine, row_sine, y, head_dim / 2);
-            else
-                memcpy(y, x, head_dim * sizeof(float));
+            if (cosine) rotate_row(x, row_cosine, row_sine, y, num_pairs);
+            long first_same = cosine ? 2 * num_pairs : 0;
+            memcpy(y + first_same, x + first_same, (head_dim - first_same) * sizeof(float));
         }
-        memcpy(v_plane + slots[row] * num_kv_heads * head_dim, source + (num_heads + num_kv_heads) * head_dim,
+        memcpy(v_plane + slots[row] * num_kv_heads * head_dim, source + (before_keys + num_kv_heads) * head_dim,
                num_kv_heads * head_dim * sizeof(float));
     }
 }

@@ -1,4 +1,4 @@
-"""Readers of hybrid decoders: Qwen3-Next to 3.6, Gemma 4, Llama 4, MiniMax-M2, Nemotron 3; no torch.
+"""Readers of hybrid decoders: Gemma 4, Llama 4, MiniMax-M2, Nemotron 3; no torch.
 
 Only the text model of a multimodal model is read. Layers that draft tokens are not.
 """
@@ -37,7 +37,7 @@ from holdfast.models.settings import (
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 TEXT = "text_config"
-FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 MAX_GROUPS, MAX_CONV, MAX_STATE = 4096, 64, 2**16
 
 
@@ -91,65 +91,6 @@ def _rotated(settings: Settings, head_dim: int) -> int:
 
 def _blueprint(spec: ModelSpec, native: str | None, layers: Sequence[Layer], rotated: int) -> LayeredBlueprint:
     return LayeredBlueprint(DecoderDeclaration(spec, LLAMA_NAMES, native), rotated, tuple(layers))
-
-
-def read_delta(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """Read Qwen3-Next, 3.5 and 3.6: gated delta nets, every fourth layer gated attention, and an MLP or experts."""
-    text = _text(settings)
-    has_experts = text.values.get("num_experts") is not None
-    inner_key = "moe_intermediate_size" if has_experts else "intermediate_size"
-    spec = replace(read_decoder(text, head_dim=256, inner_key=inner_key), qk_norm=True)
-    every = text.count("full_attention_interval", 4, MAX_LAYERS)
-    default = [LINEAR if (layer + 1) % every else FULL for layer in range(spec.num_layers)]
-    kinds = _kinds(text, spec.num_layers, default)
-    if has_experts:
-        feed, spec = _qwen_experts(text, spec)
-    else:
-        feed = mlp(spec.hidden_size, spec.intermediate_size)
-    linear, state, width = _delta_net(text, spec.hidden_size)
-    norms = (norm("attn_norm", spec.hidden_size), norm("mlp_norm", spec.hidden_size))
-    heads = attention(spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, has_gate=True)
-    heads += (norm("q_norm", spec.head_dim), norm("k_norm", spec.head_dim))
-    full = Layer((*heads, *feed, *norms), spec.num_kv_heads, spec.head_dim)
-    recurrent = Layer((*linear, *feed, *norms), state=state)
-    layers = [full if kind == FULL else recurrent for kind in kinds]
-    return replace(_blueprint(spec, native, layers, _rotated(text, spec.head_dim)), linear_width=width)
-
-
-def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], ModelSpec]:
-    """List the experts of every layer, and the gated shared one."""
-    for key, plain in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
-        if text.values.get(key) not in plain:
-            raise text.refuse(key, text.values[key], "experts in every layer, as in published models")
-    hidden, inner = spec.hidden_size, needed(text, "moe_intermediate_size", MAX_EXPERT_WIDTH)
-    shared = text.optional_count("shared_expert_intermediate_size", None, MAX_EXPERT_WIDTH) or 0
-    spec, count = _with_experts(text, spec, "num_experts", "num_experts_per_tok", inner, shared)
-    parts = (*router(count, hidden), *experts(count, hidden, inner))
-    if shared:
-        parts += (*mlp(hidden, shared, prefix="shared."), Part("shared.gate.weight", (1, hidden), "router"))
-    return parts, spec
-
-
-def _delta_net(text: Settings, hidden: int) -> tuple[tuple[Part, ...], State, int]:
-    """Return a gated delta net, its state, and its columns. Ranks split key heads with their value heads."""
-    keys, values = needed(text, "linear_num_key_heads", MAX_HEADS), needed(text, "linear_num_value_heads", MAX_HEADS)
-    key_dim, value_dim = (needed(text, f"linear_{name}_head_dim", MAX_HEAD_DIM) for name in ("key", "value"))
-    width = needed(text, "linear_conv_kernel_dim", MAX_CONV)
-    if values % keys:
-        raise text.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
-    qk, v = 2 * keys * key_dim, values * value_dim
-    parts = (
-        matrix("in_qk", qk, hidden, "rows", keys),
-        matrix("in_vz", 2 * v, hidden, "rows", keys),
-        Part("in_ba.weight", (2 * values, hidden), "router", "rows", keys),
-        Part("conv.weight", (qk + v, width), "norm", "rows", keys),
-        Part("a_log", (values,), "norm", "rows", keys),
-        Part("dt_bias", (values,), "norm", "rows", keys),
-        norm("out_norm", value_dim),
-        matrix("out", hidden, v, "columns"),
-    )
-    state = State(values, key_dim * value_dim, keys, 2 * key_dim, value_dim, width)
-    return parts, state, qk + 2 * v
 
 
 PER_LAYER_WIDTH = 256
@@ -360,11 +301,6 @@ def _mamba(settings: Settings, hidden: int) -> tuple[tuple[Part, ...], State, in
 
 Reader = Callable[[Settings, str | None], LayeredBlueprint]
 READERS: Mapping[str, Reader] = {
-    "Qwen3NextForCausalLM": read_delta,
-    "Qwen3_5ForCausalLM": read_delta,
-    "Qwen3_5ForConditionalGeneration": read_delta,
-    "Qwen3_5MoeForCausalLM": read_delta,
-    "Qwen3_5MoeForConditionalGeneration": read_delta,
     "Gemma4ForCausalLM": read_gemma4,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,

@@ -1,0 +1,200 @@
+"""Depthwise causal convolution of a step's rows with silu; each sequence keeps its newest inputs.
+
+T rows, C channels, W taps, P places, N sequences
+
+A row's output has the taps of its own input and of the W-1 before it. Those before a piece come from the sequence's
+state, or are zeros before position 0. A state holds the newest W-1 inputs, the newest last.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.state.state_geometry import CHUNK_ROWS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
+from holdfast.kernels.state.state_rows import Piece, StateRows, by_whole_vectors, clear_padded_rows, single_row
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, release_then_wait, tl
+
+ROW_CHANNELS = 256
+"""Channels per program of single rows."""
+TILE_ROWS, TILE_CHANNELS = 16, 128
+"""Rows and channels that a program of a chunk computes at once."""
+
+
+def causal_conv_reference(
+    x_TC: Tensor, rows: StateRows, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor, bias_C: Tensor | None = None
+) -> None:
+    """out = silu(conv(x)), rounded once; states in `conv_PCW` [P, C, W-1] advance. Padding becomes zeros.
+
+    `out_TC` must not overlap x. Rows of x and out may lie apart.
+    """
+    _check_layout(x_TC, weight_CW, conv_PCW, out_TC)
+    if singles := rows.single_rows():
+        _convolve_singles(x_TC, singles, weight_CW, conv_PCW, out_TC, bias_C)
+    for piece in rows.long_pieces():
+        _convolve_piece(x_TC, piece, weight_CW, conv_PCW, out_TC, bias_C)
+    rows.clear_padding(out_TC)
+
+
+def _convolve_singles(
+    x_TC: Tensor, pieces: list[Piece], weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor, bias_C: Tensor | None
+) -> None:
+    rows_N, _, places_N, starts_N = torch.tensor(pieces).unbind(1)
+    x_NC, before_NCW = x_TC[rows_N], conv_PCW[places_N]
+    before_NCW[starts_N == 0] = 0
+    out_TC[rows_N] = _silu_of_taps([*before_NCW.unbind(2), x_NC], weight_CW, bias_C).to(out_TC.dtype)
+    conv_PCW[places_N] = torch.cat((before_NCW[:, :, 1:], x_NC.unsqueeze(2)), dim=2)
+
+
+def _convolve_piece(
+    x_TC: Tensor, piece: Piece, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor, bias_C: Tensor | None
+) -> None:
+    row, num_rows, place, start = piece
+    width = weight_CW.shape[1]
+    before_WC = conv_PCW[place].T if start else x_TC.new_zeros((width - 1, x_TC.shape[1]))
+    x_NC = torch.cat((before_WC, x_TC[row : row + num_rows]))
+    for first in range(0, num_rows, CHUNK_ROWS):
+        size = min(CHUNK_ROWS, num_rows - first)
+        taps = [x_NC[first + tap : first + tap + size] for tap in range(width)]
+        out_TC[row + first : row + first + size] = _silu_of_taps(taps, weight_CW, bias_C).to(out_TC.dtype)
+    conv_PCW[place] = x_NC[num_rows:].T
+
+
+def _silu_of_taps(inputs: list[Tensor], weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Return silu of the sum over taps in float32, the oldest input first."""
+    weight_CW = weight_CW.float()
+    y = inputs[0].float() * weight_CW[:, 0]
+    for tap in range(1, len(inputs)):
+        y = y + inputs[tap].float() * weight_CW[:, tap]
+    return by_whole_vectors(F.silu, y if bias_C is None else y + bias_C.float())
+
+
+def _check_layout(x_TC: Tensor, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor) -> None:
+    num_channels, width = weight_CW.shape
+    assert MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH, f"{width} taps"
+    assert x_TC.shape == out_TC.shape, f"{out_TC.shape=} for {x_TC.shape=}"
+    assert x_TC.shape[1] == num_channels, f"{x_TC.shape=} for {num_channels} channels"
+    assert conv_PCW.shape[1:] == (num_channels, width - 1), f"{conv_PCW.shape=} for {weight_CW.shape=}"
+    assert conv_PCW.dtype == x_TC.dtype, f"states in {conv_PCW.dtype} for inputs in {x_TC.dtype}"
+    assert x_TC.stride(1) == out_TC.stride(1) == 1, "the channels of a row must lie side by side"
+    assert conv_PCW[:1].is_contiguous(), f"{conv_PCW.stride()=}: a state must be dense"
+    assert weight_CW.is_contiguous(), f"{weight_CW.stride()=}"
+
+
+def causal_conv_triton(
+    x_TC: Tensor, rows: StateRows, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor, bias_C: Tensor | None = None
+) -> None:
+    """Launch programs over single rows, and over chunks if there are any, by block of channels.
+
+    The program of a piece's first chunk reads the state and writes the next one; no other program of the piece does.
+    """
+    _check_layout(x_TC, weight_CW, conv_PCW, out_TC)
+    num_rows, num_channels = x_TC.shape
+    strides = x_TC.stride(0), out_TC.stride(0), conv_PCW.stride(0)
+    flags = pdl_flags(x_TC)
+    if num_rows == 0:
+        return
+    num_seqs = num_rows if rows.sequences_N4 is None else len(rows.sequences_N4)
+    num_tails = 0 if rows.sequences_N4 is None else -(-num_rows // TILE_ROWS)
+    _conv_row_kernel[(num_seqs + num_tails, -(-num_channels // ROW_CHANNELS))](
+        x_TC, rows.places_T, rows.positions_T, rows.sequences_N4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
+        num_seqs, num_rows, NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_C=ROW_CHANNELS,
+        TILE=TILE_ROWS, num_warps=4, **flags,
+    )  # fmt: skip
+    if rows.chunks_M4 is None:
+        return
+    assert rows.sequences_N4 is not None, "a step with chunks lists its sequences"
+    _conv_chunk_kernel[(len(rows.chunks_M4), -(-num_channels // TILE_CHANNELS))](
+        x_TC, rows.sequences_N4, rows.chunks_M4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
+        NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_C=TILE_CHANNELS, TILE=TILE_ROWS,
+        CHUNK=CHUNK_ROWS, num_warps=4, **flags,
+    )  # fmt: skip
+
+
+causal_conv = operation(reference=causal_conv_reference, triton=causal_conv_triton)
+
+
+@jit_counting("num_seqs", "num_rows")
+def _conv_row_kernel(
+    p_x, p_places, p_positions, p_sequences, p_weight, p_bias, p_conv, p_out, x_stride, out_stride, conv_stride,
+    num_seqs, num_rows,
+    NUM_CHANNELS: constexpr, WIDTH: constexpr, BLOCK_C: constexpr, TILE: constexpr, PDL: constexpr,
+):  # fmt: skip
+    release_then_wait(PDL)
+    i_seq = tl.program_id(0)
+    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < NUM_CHANNELS
+    if i_seq >= num_seqs:
+        clear_padded_rows(p_out, out_stride, p_places, (i_seq - num_seqs) * TILE, num_rows, o_c, m_c, TILE)
+    else:
+        i_row, is_single, i_place, start = single_row(p_places, p_positions, p_sequences, i_seq)
+        if is_single:
+            if i_place < 0:
+                tl.store(p_out + i_row * out_stride + o_c, tl.zeros([BLOCK_C], p_out.dtype.element_ty), mask=m_c)
+            else:
+                b_x = tl.load(p_x + i_row * x_stride + o_c, mask=m_c, other=0.0)
+                p_state = p_conv + i_place * conv_stride + o_c * (WIDTH - 1)
+                m_state = m_c & (start > 0)
+                b_y = tl.zeros([BLOCK_C], tl.float32)
+                for tap in tl.static_range(WIDTH - 1):
+                    b_before = tl.load(p_state + tap, mask=m_state, other=0.0)
+                    b_weight = tl.load(p_weight + o_c * WIDTH + tap, mask=m_c, other=0.0).to(tl.float32)
+                    b_y += b_before.to(tl.float32) * b_weight
+                    if tap > 0:
+                        tl.store(p_state + tap - 1, b_before, mask=m_c)
+                tl.store(p_state + WIDTH - 2, b_x, mask=m_c)
+                b_weight = tl.load(p_weight + o_c * WIDTH + WIDTH - 1, mask=m_c, other=0.0).to(tl.float32)
+                b_y += b_x.to(tl.float32) * b_weight
+                store_silu(p_out + i_row * out_stride + o_c, b_y, p_bias, o_c, m_c, m_c)
+
+
+@jit
+def _conv_chunk_kernel(
+    p_x, p_sequences, p_chunks, p_weight, p_bias, p_conv, p_out, x_stride, out_stride, conv_stride,
+    NUM_CHANNELS: constexpr, WIDTH: constexpr, BLOCK_C: constexpr, TILE: constexpr, CHUNK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    release_then_wait(PDL)
+    p_chunk = p_chunks + tl.program_id(0) * 4
+    i_seq = tl.load(p_chunk)
+    size = tl.load(p_chunk + 2)
+    if size > 0:
+        i_chunk = tl.load(p_chunk + 3)
+        piece_rows = tl.load(p_sequences + i_seq * 4 + 1)
+        i_place = tl.load(p_sequences + i_seq * 4 + 2).to(tl.int64)
+        has_before = tl.load(p_sequences + i_seq * 4 + 3) > 0
+        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        m_c = o_c < NUM_CHANNELS
+        p_state = p_conv + i_place * conv_stride + o_c * (WIDTH - 1)
+        p_piece = p_x + tl.load(p_sequences + i_seq * 4).to(tl.int64) * x_stride + o_c
+        p_rows = p_out + tl.load(p_chunk + 1).to(tl.int64) * out_stride + o_c
+        for first in range(0, size, TILE):
+            o_row = first + tl.arange(0, TILE)
+            m_tile = (o_row < size)[:, None] & m_c[None, :]
+            b_y = tl.zeros([TILE, BLOCK_C], tl.float32)
+            for tap in tl.static_range(WIDTH):
+                o_input = (i_chunk * CHUNK + o_row + (tap - WIDTH + 1)).to(tl.int64)
+                m_own = m_tile & (o_input >= 0)[:, None]
+                m_state = m_tile & (o_input < 0)[:, None] & has_before
+                b_own = tl.load(p_piece[None, :] + o_input[:, None] * x_stride, mask=m_own, other=0.0)
+                b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
+                b_weight = tl.load(p_weight + o_c * WIDTH + tap, mask=m_c, other=0.0).to(tl.float32)
+                b_y += tl.where(m_own, b_own, b_before).to(tl.float32) * b_weight[None, :]
+            p_tile = p_rows[None, :] + o_row[:, None].to(tl.int64) * out_stride
+            store_silu(p_tile, b_y, p_bias, o_c[None, :], m_c[None, :], m_tile)
+        if i_chunk == 0:
+            tl.debug_barrier()  # every warp has read the state
+            for place in tl.static_range(WIDTH - 1):
+                i_input = (piece_rows + (place - WIDTH + 1)).to(tl.int64)
+                is_own = i_input >= 0
+                m_state = m_c & (i_input < 0) & has_before
+                b_own = tl.load(p_piece + i_input * x_stride, mask=m_c & is_own, other=0.0)
+                b_before = tl.load(p_state + i_input + WIDTH - 1, mask=m_state, other=0.0)
+                tl.store(p_state + place, tl.where(is_own, b_own, b_before), mask=m_c)
+
+
+@jit
+def store_silu(p_out, b_y, p_bias, o_c, m_c, m_out):
+    """Add the bias, if any, and store silu."""
+    if p_bias is not None:
+        b_y += tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+    tl.store(p_out, (b_y / (1.0 + tl.exp(-b_y))).to(p_out.dtype.element_ty), mask=m_out)
