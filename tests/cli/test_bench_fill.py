@@ -21,7 +21,7 @@ QUICK = ("--max-model-len", DECLARED, "--answer-tokens", 3, "--turns", 4)
 DUMMY = ("--load-format", "dummy", "--tokenizer", "none", "--memory-limit", "6GiB", "--kv-cache-memory", "48MiB")
 SHORT = {"sparse": 120, "compressed_small": 200}
 """Contexts of families that a CPU computes slowly; prefixes of 128 tokens are found."""
-KEYS = {"tokens", "free_bytes", "allocations", "tokens_per_s", "hit_tokens"}
+KEYS = {"tokens", "free_bytes", "allocations", "tokens_per_s", "hit_tokens", "compilations"}
 
 
 class Filling:
@@ -55,6 +55,7 @@ def assert_filled(
     assert all(rung.keys() >= KEYS for rung in record["rungs"])
     assert {rung["tokens"] for rung in record["rungs"]} == {declared}
     assert {rung["allocations"] for rung in record["rungs"]} == {0}
+    assert {rung["compilations"] for rung in record["rungs"]} == {0}
     assert all(rung["tokens_per_s"] > 0 and rung["free_bytes"] > 0 for rung in record["rungs"])
 
 
@@ -91,7 +92,7 @@ def test_bench_fill_record_renders_as_table(fill: Filling, tmp_path: Path, tiny:
     records.mkdir()
     (records / "record.json").write_text(json.dumps(record))
     table = doc_tables.section_tables(records, "fill")
-    assert "model, 100 declared tokens, 4 turns, answers of 3 tokens" in table
+    assert "model, 100 declared tokens, 4 turns, answers of 3 tokens, max_model_len=100, on" in table
     assert "| one prompt | 100 | 0 |" in table
 
 

@@ -34,13 +34,17 @@ class ScriptedMeter:
     """A device whose free bytes and allocations a test sets."""
 
     def __init__(self, free: list[int | None] | None = None) -> None:
-        self.free, self.allocations = free or [1000], 0
+        self.free, self.allocations, self.compilations = free or [1000], 0, 0
 
     def free_bytes(self) -> int | None:
         return self.free.pop(0) if len(self.free) > 1 else self.free[0]
 
     def take_allocations(self) -> int:
         taken, self.allocations = self.allocations, 0
+        return taken
+
+    def take_compilations(self) -> int:
+        taken, self.compilations = self.compilations, 0
         return taken
 
 
@@ -266,18 +270,20 @@ def test_ladder_interrupt_keeps_rung_and_frees_engine() -> None:
 
 def test_ladder_allocations_belong_to_their_rung() -> None:
     engine, meter = engine_of(), ScriptedMeter()
-    meter.allocations = 7  # before the first rung
+    meter.allocations = meter.compilations = 7  # before the first rung
     ladder = Ladder(engine, meter, 0, IDS)
     one, trace = make_rungs(DECLARED, TURNS, ANSWER, 1)
     ladder.climb(one, quiet)
 
     def allocate(step: object) -> None:
         meter.allocations += 1
+        meter.compilations += 2
 
     num_steps, runner_of(engine).on_step = len(runner_of(engine).steps), allocate
     ladder.climb(trace, quiet)
     num_steps = len(runner_of(engine).steps) - num_steps
     assert [climb.allocations for climb in ladder.climbs] == [0, num_steps]
+    assert [climb.compilations for climb in ladder.climbs] == [0, 2 * num_steps]
     fill = Fill(DECLARED, ladder.climbs, 2, {})
     assert (fill.filled_tokens, fill.num_allocations, fill.is_ok) == (DECLARED, num_steps, False)
 

@@ -4,7 +4,8 @@ A plan that starts can still fail later. This command uses every token that was 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,13 @@ class Fill:
 
 
 class DeviceMeter:
-    """Free bytes and allocations of an engine's device.
+    """Free bytes, allocations and compilations of an engine's device.
 
     On a CPU, free are the bytes of the plan's budget that this process does not hold in memory.
     """
 
     def __init__(self, opened: OpenedModel) -> None:
+        from holdfast.kernels.triton_compat import CompileCount
         from holdfast.memory.storages import AllocationCounter
         from holdfast.runner.runner import Runner
 
@@ -118,6 +120,7 @@ class DeviceMeter:
         assert isinstance(core.runner, Runner), f"a runner of several ranks: {core.runner=}"
         self._device, self._budget_bytes = core.runner.device, opened.memory.budget_bytes
         self._counter: AllocationCounter = AllocationCounter(core.runner, self._device)
+        self._compiles, self._num_compiled = CompileCount(), 0
 
     def free_bytes(self) -> int | None:
         """Return the bytes that are free now; None if unknown."""
@@ -132,6 +135,20 @@ class DeviceMeter:
     def take_allocations(self) -> int:
         """Return the allocations since the last call."""
         return self._counter.take()
+
+    @contextmanager
+    def counting_compiles(self) -> Iterator[None]:
+        """Count the kernels that are compiled inside the context."""
+        from holdfast.kernels.triton_compat import counting_compiles
+
+        with counting_compiles(lambda: None) as self._compiles:
+            yield
+
+    def take_compilations(self) -> int:
+        """Return the kernels that were compiled since the last call, or found on disk: none of them was warm."""
+        num_now = self._compiles.num_compiled + self._compiles.num_found
+        num_taken, self._num_compiled = num_now - self._num_compiled, num_now
+        return num_taken
 
 
 def bench_fill(options: FillOptions, given: Given) -> int | None:
@@ -152,8 +169,10 @@ def bench_fill(options: FillOptions, given: Given) -> int | None:
     num_agents = _contexts_at_once(opened)
     rungs = make_rungs(declared, turns, answer_tokens, num_agents)
     left_out = {} if num_agents >= MOST_AT_ONCE else {TWO_TRACES: f"the plan holds {num_agents} whole context at once"}
-    ladder = Ladder(opened.engine, DeviceMeter(opened), config.seed, range(opened.engine.core.facts.vocab_size))
-    code = _climb_all(ladder, rungs)
+    meter = DeviceMeter(opened)
+    ladder = Ladder(opened.engine, meter, config.seed, range(opened.engine.core.facts.vocab_size))
+    with meter.counting_compiles():
+        code = _climb_all(ladder, rungs)
     fill = Fill(declared, ladder.climbs, len(rungs), left_out)
     _write(options, opened, fill, f"{turns} turns, answers of {answer_tokens} tokens", given)
     return code or (None if fill.is_ok else FAILED)
@@ -219,7 +238,8 @@ def _write(options: FillOptions, opened: OpenedModel, fill: Fill, settings: str,
         {"measure": row["name"], "unit": "tokens/s", "values": {"holdfast": row["tokens_per_s"]}, **row}
         for row in (climb.as_dict() for climb in fill.climbs)
     ]
-    settings = f"{fill.declared_tokens:,} declared tokens, {settings}"
+    given_text = "".join(f", {name}={value}" for name, value in given.items())
+    settings = f"{fill.declared_tokens:,} declared tokens, {settings}{given_text}"
     write_record(make_record(opened.name, settings, figures, ["holdfast", *sys.argv[1:]], **facts), options.json_file)
 
 

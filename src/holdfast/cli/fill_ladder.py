@@ -34,6 +34,10 @@ class Meter(Protocol):
         """Return the allocations since the last call."""
         ...
 
+    def take_compilations(self) -> int:
+        """Return the kernels that were compiled since the last call."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -69,6 +73,7 @@ class Climb:
     free_bytes: int | None = None
     """Least free bytes after any turn."""
     allocations: int = 0
+    compilations: int = 0
     error: str | None = None
 
     def count(self, start: EngineStats, now: EngineStats) -> None:
@@ -116,6 +121,7 @@ class Climb:
             "num_agents": self.rung.num_agents,
             "num_turns": self.num_turns,
             "num_preemptions": self.num_preemptions,
+            "compilations": self.compilations,
             "seconds": round(self.prefill_seconds + self.decode_seconds, 3),
             "error": self.error,
         }
@@ -168,6 +174,7 @@ class Ladder:
         climb, start = Climb(rung), self._engine.stats()
         self.climbs.append(climb)
         self._meter.take_allocations()
+        self._meter.take_compilations()
         histories: list[list[int]] = [[] for _ in range(rung.num_agents)]
         try:
             for num_added in rung.added:
@@ -180,6 +187,7 @@ class Ladder:
         finally:
             self._rest()
             climb.allocations = self._meter.take_allocations()
+            climb.compilations = self._meter.take_compilations()
             self._read_free_bytes(climb)
         return climb
 
