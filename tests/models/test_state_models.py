@@ -35,7 +35,9 @@ def make_drive(
     return Drive(Rig(model, backend, limits, num_pages), num_pages, enable_prefix_caching=caches)
 
 
-def make_requests(lengths=LENGTHS, num_steps: int = NUM_STEPS, params: SamplingParams = EVERY_POSITION) -> list[Request]:
+def make_requests(
+    lengths=LENGTHS, num_steps: int = NUM_STEPS, params: SamplingParams = EVERY_POSITION
+) -> list[Request]:
     dice = random.Random(3)
     return [
         Request([dice.randrange(3, VOCAB) for _ in range(length)], num_steps, index, params)

@@ -1,7 +1,7 @@
 """The attention backend of a model: the first of each family's that supports every layer; no torch of its own."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.errors import UnsupportedModelError
@@ -23,14 +23,7 @@ DECLARATIONS: dict[type[AttentionSpec], tuple[BackendDeclaration, ...]] = {
     CompressedAttentionSpec: compressed.DECLARATIONS,
 }
 """By family, the fastest first."""
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-NamedT = TypeVar("NamedT", bound=Named)
+DeclarationT = TypeVar("DeclarationT", BackendDeclaration, state.StateDeclaration)
 
 
 def choose_declaration(specs: Sequence[AttentionSpec], states: StateLayers | None = None) -> BackendDeclaration:
@@ -50,7 +43,7 @@ def choose_declaration(specs: Sequence[AttentionSpec], states: StateLayers | Non
     return state.HybridDeclaration(attention, own, states)
 
 
-def _first(declarations: Sequence[NamedT], reasons: Callable[[NamedT], list[str]]) -> NamedT:
+def _first(declarations: Sequence[DeclarationT], reasons: Callable[[DeclarationT], list[str]]) -> DeclarationT:
     """Return the first declaration without a reason against it."""
     declined = []
     for declaration in declarations:

@@ -66,7 +66,9 @@ class DecoderDeclaration(NamedTuple):
         layers = mesh.layer_range(self.decoder.num_layers)
         if mesh.layers is None or any(layer not in state.layers for layer in layers):
             return None
-        return f"layers {layers.start} to {layers.stop - 1} all keep a state, and a stage needs one that attends to tokens"
+        return (
+            f"layers {layers.start} to {layers.stop - 1} all keep a state, and a stage needs one that attends to tokens"
+        )
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
         spec = self.decoder

@@ -514,9 +514,7 @@ READERS: Mapping[str, Reader] = {
     "gemma3_text": _read_gemma3,
     "gemma3": _read_gemma3,
     "gpt_oss": _read_gpt_oss,
-    **dict.fromkeys(
-        (QWEN3_NEXT, "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), _read_delta
-    ),
+    **dict.fromkeys((QWEN3_NEXT, "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), _read_delta),
     "opt": _read_opt,
     **dict.fromkeys(LATENT_FAMILIES, lambda settings, family: read_latent(LATENT_FAMILIES[family.name], settings)),
     DEEPSEEK_V4_TYPE: lambda settings, _: read_compressed(settings),

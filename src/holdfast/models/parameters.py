@@ -248,7 +248,9 @@ def _read_names() -> dict[str, CheckpointNames]:
 
 NAMES: Mapping[str, CheckpointNames] = _read_names()
 LLAMA_NAMES = NAMES["llama"]
-LATENT_NAMES, COMPRESSED_NAMES, STATE_NAMES = (SimpleNamespace(**names) for names in read_data("attention_names.json").values())
+LATENT_NAMES, COMPRESSED_NAMES, STATE_NAMES = (
+    SimpleNamespace(**names) for names in read_data("attention_names.json").values()
+)
 """Module names of latent and of compressed attention, and of layers with a state, which all families share.
 
 `k_b` (keys, transposed) and `v_b` (values) are the halves of kv_b in checkpoints that split it (GGUF). `positions` ends

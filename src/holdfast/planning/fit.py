@@ -368,7 +368,9 @@ def _with_more_snapshots(plan: RunnerPlan, min_pages: int, max_pages: int, reaso
     count = most_snapshots(place_bytes(plan.states), memory.kv_bytes, spare - rounding)
     if count == resolved.num_snapshots:
         return plan
-    more = resolved.with_snapshots(count, f"at most 1/{POOL_SHARE} of the bytes of KV pages, unless the option says more")
+    more = resolved.with_snapshots(
+        count, f"at most 1/{POOL_SHARE} of the bytes of KV pages, unless the option says more"
+    )
     needs = list_needs(more)
     budget = memory.budget_bytes, memory.budget_reason
     memory = plan_memory(*budget, needs.terms, memory.page_bytes, min_pages, max_pages, *reasons)

@@ -83,10 +83,7 @@ def choose_protected(
 def _check_given(given: int | tuple[int, ...] | None, heads: HeadGeometry, values: dict[str, object]) -> None:
     """Refuse layers that do not exist, or have no pages."""
     paged = heads.paged_layers
-    if isinstance(given, tuple):
-        is_wrong = not set(given) <= set(paged)
-    else:
-        is_wrong = (given or 0) > len(paged)
+    is_wrong = not set(given) <= set(paged) if isinstance(given, tuple) else (given or 0) > len(paged)
     if is_wrong and heads.state is not None:
         raise ConfigError("plan.not_paged_layers", **values, num_layers=len(paged), accepted=tuple(map(str, paged)))
     if is_wrong:

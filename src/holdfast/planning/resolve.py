@@ -420,7 +420,7 @@ def resolve(request: PlanRequest) -> Resolved:
         limits = _fewer_windows(limits, model.kv_bytes_per_sequence(kv_format), budget_bytes, choices)
     snapshots = choose_snapshots(config, model, model.declaration.heads(ALONE), limits, mesh)
     if snapshots.reason:
-        choices.append(Choice("state_snapshots", str(snapshots.count), snapshots.reason))
+        choices.append(Choice("state_snapshots", str(snapshots.number), snapshots.reason))
     num_proposals = parse_speculative(config.speculative)
     if num_proposals:
         limits = _with_proposals(limits, num_proposals, model, kv_format, choices)
@@ -430,7 +430,7 @@ def resolve(request: PlanRequest) -> Resolved:
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
     is_growing = snapshots.is_open and request.agreed is None
-    own = near_tokens, key_scale, snapshots.count, is_growing
+    own = near_tokens, key_scale, snapshots.number, is_growing
     resolved = Resolved(request, *settings, None, *own)
     if config.kv_near_tokens is None and resolved.lacks_near:
         without = resolve(replace(request, config=replace(config, kv_near_tokens=0)))

@@ -18,7 +18,7 @@ POOL_SHARE = 10
 class Snapshots(NamedTuple):
     """A number of snapshots."""
 
-    count: int
+    number: int
     reason: str = ""
     """Empty if there is nothing to report."""
     is_open: bool = False

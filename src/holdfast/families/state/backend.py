@@ -81,9 +81,7 @@ class HybridAttention(AttentionBackend):
     def plan(self, batch: Batch, captured: bool = False) -> HybridPlan:
         return HybridPlan(self.attention.plan(batch, captured), self.states.plan(batch, captured))
 
-    def attend(
-        self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool
-    ) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
         return self.attention.attend(q_THD, step._replace(plan=step.plan.attention), out_TX, wanted_only)
 
     def eager_steps(self) -> tuple[EagerStep, ...]:

@@ -59,9 +59,7 @@ class StateWeights(NamedTuple):
 class StateLayer:
     """One layer."""
 
-    def __init__(
-        self, spec: StateSpec, in_proj: Linear, o: Linear, weights: StateWeights, states: LayerStates
-    ) -> None:
+    def __init__(self, spec: StateSpec, in_proj: Linear, o: Linear, weights: StateWeights, states: LayerStates) -> None:
         self.in_proj, self.o = in_proj, o
         self._spec, self._weights, self._states = spec, weights, states
 
@@ -82,8 +80,9 @@ class StateLayer:
         attended_RV = self.o.room_for_inputs(buffers.attended_TV)
         self._attend(plan.states, buffers, attended_RV)
         if wanted_only and batch.logits is not None:
-            rows_R = batch.logits.rows_R
-            wanted_RV = buffers.mixed_TC.view(-1)[: len(rows_R) * attended_RV.shape[1]].view(len(rows_R), -1)
+            # The convolution's rows are free, and at least as wide.
+            rows_R, width = batch.logits.rows_R, attended_RV.shape[1]
+            wanted_RV = buffers.mixed_TC.view(-1)[: len(rows_R) * width].view(len(rows_R), width)
             attended_RV = torch.index_select(attended_RV, 0, rows_R, out=wanted_RV)
         return self.o(attended_RV, out_TH[: attended_RV.shape[0]], buffers.quantized)
 
