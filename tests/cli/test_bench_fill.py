@@ -181,12 +181,14 @@ def test_bench_fill_exact_pages_fill_without_preemption(
     assert [rung["name"] for rung in record["rungs"]] == list(names)
     assert [rung["num_preemptions"] for rung in record["rungs"]] == [0] * len(names)
     assert list(record["left_out"]) == ([] if TWO_TRACES in names else [TWO_TRACES])
-    assert ("left out: two agent traces (the plan holds 1 whole context at once)" in ended.err) == (len(names) == 2)
+    assert ("left out: two agent traces (the pages hold 1 whole context at once)" in ended.err) == (len(names) == 2)
 
 
 def test_bench_fill_one_sequence_leaves_out_two_agents(fill: Filling, tmp_path: Path) -> None:
     options = (*DUMMY, "--device", "cpu", "--max-num-seqs", "1")
-    assert_filled(*fill(write_model(tmp_path, "qwen3"), *options), names=(PROMPT, TRACE))
+    ended, record = fill(write_model(tmp_path, "qwen3"), *options)
+    assert_filled(ended, record, names=(PROMPT, TRACE))
+    assert record["left_out"] == {TWO_TRACES: "max_num_seqs is 1"}
 
 
 def test_bench_fill_without_prefix_cache_still_fills(fill: Filling, tmp_path: Path) -> None:
@@ -250,6 +252,21 @@ def test_bench_fill_interrupt_keeps_finished_rungs(
     assert (trace["tokens"], trace["error"]) == (DECLARED // 2, "interrupted")
     assert record["ok"] is False
     assert "stopping: the rungs so far are written" in ended.err
+
+
+def test_bench_fill_record_is_saved_after_each_rung(
+    fill: Filling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    climb, saved = Ladder.climb, []
+
+    def read_before(self: Any, *arguments: Any) -> Any:
+        file = tmp_path / "fill.json"
+        saved.append([rung["name"] for rung in json.loads(file.read_text())["rungs"]] if file.exists() else [])
+        return climb(self, *arguments)
+
+    monkeypatch.setattr(Ladder, "climb", read_before)
+    assert_filled(*fill(write_model(tmp_path, "qwen3"), *DUMMY, "--device", "cpu"))
+    assert saved == [[], [PROMPT], [PROMPT, TRACE]]
 
 
 def test_bench_fill_context_that_does_not_fit_is_plan_refusal(fill: Filling, tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ A plan that starts can still fail later. This command uses every token that was 
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from holdfast.cli.bench_record import make_record, record_file, write_record
+from holdfast.cli.bench_record import make_record, record_file, save_record, write_record
 from holdfast.cli.eval import EvalBar
 from holdfast.cli.fill_ladder import (
     MOST_AT_ONCE,
@@ -168,13 +168,20 @@ def bench_fill(options: FillOptions, given: Given) -> int | None:
     turns = choose_turns(declared, wanted, answer_tokens, DEFAULT_TURNS)
     num_agents = _contexts_at_once(opened)
     rungs = make_rungs(declared, turns, answer_tokens, num_agents)
-    left_out = {} if num_agents >= MOST_AT_ONCE else {TWO_TRACES: f"the plan holds {num_agents} whole context at once"}
+    left_out = {} if num_agents >= MOST_AT_ONCE else {TWO_TRACES: _why_not_two(opened, num_agents)}
     meter = DeviceMeter(opened)
     ladder = Ladder(opened.engine, meter, config.seed, range(opened.engine.core.facts.vocab_size))
-    with meter.counting_compiles():
-        code = _climb_all(ladder, rungs)
     fill = Fill(declared, ladder.climbs, len(rungs), left_out)
-    _write(options, opened, fill, f"{turns} turns, answers of {answer_tokens} tokens", given)
+    settings = f"{turns} turns, answers of {answer_tokens} tokens"
+
+    def record() -> dict[str, object]:
+        return _record(opened, fill, settings, given)
+
+    with meter.counting_compiles():
+        code = _climb_all(ladder, rungs, lambda: save_record(record(), options.json_file))
+    _show(fill, f"{opened.name}, {settings}", options.json_file == STDOUT)
+    if options.json_file is not None:
+        write_record(record(), options.json_file)
     return code or (None if fill.is_ok else FAILED)
 
 
@@ -200,12 +207,19 @@ def _contexts_at_once(opened: OpenedModel) -> int:
     return whole_contexts(tuple(scheduler.groups), opened.engine.limits, scheduler.pool.num_pages)
 
 
-def _climb_all(ladder: Ladder, rungs: Sequence[Rung]) -> int:
-    """Climb until a rung fails. Ctrl-C keeps what is done."""
+def _why_not_two(opened: OpenedModel, num_contexts: int) -> str:
+    if opened.engine.limits.max_num_seqs < MOST_AT_ONCE:
+        return "max_num_seqs is 1"
+    return f"the pages hold {num_contexts} whole context at once"
+
+
+def _climb_all(ladder: Ladder, rungs: Sequence[Rung], save: Callable[[], None]) -> int:
+    """Climb until a rung fails; save after each. Ctrl-C keeps what is done."""
     try:
         for rung in rungs:
             with FillBar(rung.name, NUM_LINES) as bar:
                 climb = ladder.climb(rung, bar)
+            save()
             if climb.error is not None:
                 break
     except KeyboardInterrupt:
@@ -218,13 +232,13 @@ def _climb_all(ladder: Ladder, rungs: Sequence[Rung]) -> int:
     return 0
 
 
-def _write(options: FillOptions, opened: OpenedModel, fill: Fill, settings: str, given: Given) -> None:
-    """Print the table, and write the record."""
-    lines = [Line(fill.verdict), Line(f"{opened.name}, {settings}"), *table_lines(_table(fill.climbs))]
+def _show(fill: Fill, title: str, to_stderr: bool) -> None:
+    lines = [Line(fill.verdict), Line(title), *table_lines(_table(fill.climbs))]
     lines += [Line(f"left out: {name} ({why})") for name, why in fill.left_out.items()]
-    show_beside(lines) if options.json_file == STDOUT else show(lines)
-    if options.json_file is None:
-        return
+    show_beside(lines) if to_stderr else show(lines)
+
+
+def _record(opened: OpenedModel, fill: Fill, settings: str, given: Given) -> dict[str, object]:
     memory = opened.memory
     facts = {
         "section": "fill",
@@ -240,7 +254,7 @@ def _write(options: FillOptions, opened: OpenedModel, fill: Fill, settings: str,
     ]
     given_text = "".join(f", {name}={value}" for name, value in given.items())
     settings = f"{fill.declared_tokens:,} declared tokens, {settings}{given_text}"
-    write_record(make_record(opened.name, settings, figures, ["holdfast", *sys.argv[1:]], **facts), options.json_file)
+    return make_record(opened.name, settings, figures, ["holdfast", *sys.argv[1:]], **facts)
 
 
 def _table(climbs: Sequence[Climb]) -> Table:

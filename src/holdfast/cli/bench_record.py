@@ -46,12 +46,21 @@ def record_file(option: str | None) -> str | None:
 
 def write_record(record: Mapping[str, object], file: str) -> None:
     """Write a record to a file, or to stdout for `-`."""
-    text = f"{dumps(record, indent=1)}\n"
     if file == STDOUT:
-        write_answer(text)
+        write_answer(_text(record))
         return
-    Path(file).write_text(text, encoding="utf-8")
+    save_record(record, file)
     write_line(f"record written to {file}")
+
+
+def save_record(record: Mapping[str, object], file: str | None) -> None:
+    """Write a record of what is done so far, silently; not to stdout."""
+    if file not in (None, STDOUT):
+        Path(str(file)).write_text(_text(record), encoding="utf-8")
+
+
+def _text(record: Mapping[str, object]) -> str:
+    return f"{dumps(record, indent=1)}\n"
 
 
 def today() -> str:
