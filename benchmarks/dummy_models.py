@@ -69,9 +69,26 @@ TINY_ENTRIES = {
 Two or four ranks cut no block of 128."""
 
 
+TINY_STATES = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+"""Like the one above, for gated delta nets (Qwen3.5)."""
+TEXT = "text_config"
+"""Key of a decoder's settings in a config with more parts."""
+
+
 def tiny_settings(name: str) -> dict[str, Any]:
     """Return settings that make a catalogue model tiny."""
     config = find_model(name)[1]
+    config = config.get(TEXT, config)
+    if "linear_num_key_heads" in config:
+        shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}
+        return TINY_STATES | (TINY_EXPERTS | shared if "num_experts" in config else {})
     if "kv_lora_rank" in config:
         latents = {key: value for key, value in TINY_LATENTS.items() if key != "head_dim"}
         return latents | ({} if config.get("q_lora_rank") else {"q_lora_rank": None})
@@ -84,18 +101,26 @@ def tiny_settings(name: str) -> dict[str, Any]:
 
 
 def few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the fewest layers that launch every kernel of a model: two, or four with dense ones before experts."""
+    """Return settings with the fewest layers that launch every kernel of a model: two, or four.
+
+    Four have dense ones before experts, or attention after gated delta nets.
+    """
+    config = config.get(TEXT, config)
     num_all = config["num_hidden_layers"]
-    num_layers = min(num_all, 4 if "q_lora_rank" in config else 2)
+    num_layers = min(num_all, 4 if "q_lora_rank" in config or "linear_num_key_heads" in config else 2)
     lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) >= num_all}
     return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
 
 
 def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:
-    """Write a model folder for load_format="dummy"; `settings` replace those of its config.json."""
+    """Write a model folder for load_format="dummy"; `settings` replace those of its config.json, or of its text model."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    config = {**find_model(name)[1], **settings}
+    config = dict(find_model(name)[1])
+    if TEXT in config:
+        config[TEXT] = {**config[TEXT], **settings}
+    else:
+        config |= settings
     (path / "config.json").write_text(json.dumps(config))
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocabulary, []))

@@ -34,7 +34,7 @@ LAYERS = (
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
     "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling", "state"), ("latent", "moe")),
-    "families": (("grouped", "latent"), ("sparse",), ("compressed",), ("",)),
+    "families": (("grouped", "latent", "state"), ("sparse",), ("compressed",), ("",)),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf", "packed"), ("hub", "planning"), ("execution", "quantized"), ("writing",), ("",)),
     "runner": (("sampling",), ("",)),

@@ -21,8 +21,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "page_tokens": 16,
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-LENGTHS = (1, 30, 64, 65, 100, 129, 190)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+LENGTHS = (1, 30, 64, 65, 129, 190)
 
 
 @cache
@@ -72,7 +72,7 @@ def test_tokens_in_company_and_pieces_are_those_alone(name: str) -> None:
         {"state_snapshots": 0},
         {"state_snapshots": 1, "snapshot_tokens": 64},
         {"state_snapshots": 40, "snapshot_tokens": 64},
-        {"kv_cache_memory": "36KiB", "enable_prefix_caching": False},
+        {"kv_cache_memory": "150KiB", "enable_prefix_caching": False},
         {"page_tokens": 64},
         {"max_step_stretch": "auto"},
     ],
@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_settings(options: dict[str, Any]) -> None:
 
 def test_forks_continue_the_state_of_their_prompt() -> None:
     """Greedy answers of one prompt are alike, whether they fork, find its pages, or compute it."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=3)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, n=3)
     with opened() as llm:
         found = tokens(llm, prompts(), params)
     assert found == [answer for answer in alone("3.5") for _ in range(3)]
@@ -114,7 +114,7 @@ def test_prefixes_are_found_where_a_snapshot_was_taken() -> None:
         assert [output.num_cached_tokens for output in outputs] == [128] * 3
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block"])
 def test_quantized_projections_run(scheme: str) -> None:
     """Convolutions, gates and norms stay plain; tokens do not depend on company."""
     with opened("next", quantization=scheme) as llm:

@@ -57,7 +57,7 @@ PARAMS = SamplingParams(
 )
 REQUEST = CoreRequest(7, (1, 2, 2**31 - 1), PARAMS, 2**64 - 1, 9, b"salt", False, ((1, 2), (3,)))
 LOGPROBS = (TokenLogprobs(5, -0.25, 3, ((6, -0.125), (7, -float("inf")))), TokenLogprobs(6, -1e-300, 1, ()))
-STATS = CoreStats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 0.125)
+STATS = CoreStats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 0.125, 11)
 REPORT = MemoryReport(
     rows=(MemoryRow("weights", 5, None, "why", ("load", "serve"), 9), MemoryRow("kv pages", 4, 4, "so")),
     budget_bytes=2**40,
@@ -84,6 +84,8 @@ CORE_MAP = CoreMap(
     ),
     num_waiting=90,
     num_steps=2**40,
+    num_snapshots=12,
+    num_snapshots_held=11,
 )
 MESSAGES = [
     Start(EngineConfig(model="a/b", quantization="fp8", quantization_ignore=("x", "re:y"), memory_limit="3GiB")),
@@ -118,7 +120,7 @@ MESSAGES = [
     Heartbeat(1.5),
     MapRequest(),
     CORE_MAP,
-    CoreMap(4, 4, (GroupPages("é", 16, 0, 0),), 0, 0, ()),
+    CoreMap(4, 4, (GroupPages("é", 16, 0, 0),), 0, 0, 0, 0, ()),
 ]
 
 

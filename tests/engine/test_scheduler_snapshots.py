@@ -188,3 +188,99 @@ def test_preempted_sequence_recomputes_its_output_row_by_row():
 def test_budget_below_the_grid_is_refused():
     with pytest.raises(AssertionError, match="grid"):
         make(budget=3)
+
+
+def test_limit_of_prompt_rows_leaves_a_piece():
+    scheduler = make(num_snapshots=0)
+    scheduler.add(sequence(1, 4, max_tokens=30))
+    run(scheduler)
+    scheduler.add(sequence(2, 20, max_tokens=1))
+    # A limit of no rows is a look at a decode step.
+    found = [shape(run(scheduler, max_prompt_rows=limit)) for limit in (0, 1, 3, 9)]
+    assert found[0] == [(1, 4, 1)]
+    assert [step[1] for step in found[1:]] == [(2, 0, 4), (2, 4, 4), (2, 8, 8)]
+
+
+def test_short_prompts_share_what_is_left_of_a_step():
+    scheduler = make(num_snapshots=0, budget=8)
+    for number, length in enumerate((3, 4, 2, 6)):
+        scheduler.add(sequence(number, length, max_tokens=1))
+    # One row is left after the second, and the third needs both of its own.
+    assert shapes(scheduler)[0] == [(0, 0, 3), (1, 0, 4)]
+
+
+def test_fork_shares_blocks_without_a_snapshot():
+    scheduler = make(num_snapshots=1)
+    first, second = sequence(1, [*range(23)], max_tokens=3), sequence(2, [*range(23)], max_tokens=3)
+    for one in (first, second):
+        scheduler.add(one)
+    run(scheduler)
+    assert scheduler.snapshots is not None
+    scheduler.snapshots.on_evict(0)
+    step = run(scheduler)
+    assert [item.source for item in step.scheduled] == [None, first]
+    assert second.tables[0][:5] == first.tables[0][:5]
+    assert step.step.admitted[0].state_from == NO_PLACE
+
+
+def test_pool_without_snapshots_makes_no_prompt_wait():
+    scheduler = make(num_snapshots=0, budget=12)
+    for number in range(2):
+        scheduler.add(sequence(number, [*range(16), 20 + number, 21, 22], max_tokens=1))
+    assert shapes(scheduler) == [[(0, 0, 12)], [(0, 12, 7), (1, 0, 4)], [(1, 4, 12)], [(1, 16, 3)]]
+
+
+def test_dropped_step_forgets_a_snapshot_of_cached_pages():
+    scheduler = make(num_snapshots=1)
+    scheduler.add(sequence(1, [*range(23)], max_tokens=1))
+    shapes(scheduler)
+    scheduler.add(sequence(2, 30, max_tokens=1))  # takes the only place
+    shapes(scheduler)
+    scheduler.add(sequence(3, [*range(23)], max_tokens=4))
+    step = scheduler.schedule()
+    assert step is not None
+    assert (shape(step), kept(step)[3]) == ([(3, 0, 20)], (NO_PLACE, 0))
+    scheduler.forget_steps()
+    scheduler.check()
+    assert scheduler.snapshots is not None
+    assert (scheduler.snapshots.num_held, scheduler.snapshots.pending()) == (0, [])
+    assert scheduler.prefix.by_snapshot == {}
+
+
+def test_pages_of_outputs_are_not_cached():
+    scheduler = make()
+    talk = sequence(1, [*range(9)], max_tokens=12)
+    scheduler.add(talk)
+    shapes(scheduler)
+    assert len(scheduler.prefix) == 2
+    scheduler.add(sequence(2, [*talk.token_ids, 99], max_tokens=1))
+    assert shape(run(scheduler)) == [(2, 8, 12)]
+
+
+def test_preempted_sequence_starts_on_states_of_its_prompt_alone():
+    """A prompt that holds its output was computed in chunks; its own rows come one by one."""
+    scheduler = make(num_pages=20, snapshot_tokens=4, num_snapshots=16)
+    stem = [*range(200, 208)]
+    talk, second = sequence(1, [*stem, *[7] * 12, 99], max_tokens=40), sequence(2, stem, max_tokens=40)
+    for one in (talk, second):
+        scheduler.add(one)
+        run(scheduler)
+    while second.num_tokens < 16:
+        run(scheduler)
+    while not second.num_preemptions:
+        scheduler.preempt_last()
+    starts: list[tuple[int, int]] = []
+    while not starts:
+        starts = [(start, count) for number, start, count in shape(run(scheduler)) if number == 2]
+    assert starts == [(8, 1)]
+
+
+def test_block_has_one_snapshot():
+    scheduler = make()
+    one = sequence(1, [*range(23)], max_tokens=4)
+    scheduler.add(one)
+    run(scheduler)
+    chain = scheduler._tracks[1].chain
+    assert scheduler.prefix.take_snapshot(chain, 20, 2, is_between=False) == NO_PLACE
+    assert scheduler.prefix.take_snapshot(chain, 16, 2, is_between=False) == NO_PLACE
+    scheduler.check()

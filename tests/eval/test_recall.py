@@ -11,6 +11,7 @@ import torch
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.eval.quality import Contender
+from holdfast.cache.states import StateRule
 from holdfast.eval.recall import FACTS, RecallTest, _score, cannot_recall, longest_test, make_test, measure_recall
 from holdfast.eval.tasks import read_tasks
 
@@ -113,8 +114,12 @@ def test_cannot_recall_names_a_group_with_a_state():
 
     def reason(*groups: tuple[str, bool]) -> str | None:
         own: Any = [SimpleNamespace(name=name, is_state=is_state, has_state=is_state) for name, is_state in groups]
-        runner: Any = SimpleNamespace(groups=own)
+        runner: Any = SimpleNamespace(groups=own, state_rule=rule)
         return cannot_recall(runner)
+
+    rule: StateRule | None = None
 
     assert reason(("pages", False)) is None
     assert "kept state" in str(reason(("pages", False), ("kept state", True)))
+    rule = StateRule()
+    assert "a state of a sequence" in str(reason(("pages", False)))

@@ -96,6 +96,10 @@ from holdfast.kernels.moe import (  # noqa: E402
     routing,
 )
 from holdfast.kernels.sampling import edit_logits  # noqa: E402
+from holdfast.kernels.state import causal_conv, delta_chunks, delta_step, gated_norm  # noqa: E402
+from holdfast.kernels.state.delta_inputs import DeltaInputs  # noqa: E402
+from holdfast.kernels.state.state_geometry import delta_chunk_specs, state_list_specs  # noqa: E402
+from holdfast.kernels.state.state_rows import StateRows  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
@@ -799,6 +803,48 @@ EXPERT_CASES: dict[str, Callable[[], None]] = {
 }
 """In the widths of gpt-oss."""
 V4_ROUTING, V4_FORM = routing.Routing(True, "sqrtsoftplus", share_scale=1.5), GateForm(limit=10.0, is_silu=True)
+
+
+def states_of(
+    dtype: str,
+    heads: tuple[int, int],
+    dims: tuple[int, int] = (128, 128),
+    by_channel: bool = False,
+    decode: bool = False,
+) -> None:
+    """A step of a gated delta net with `heads` keys and values: single rows alone, or chunks too."""
+    num_rows, (key_heads, value_heads), (key_dim, value_dim) = 70, heads, dims
+    torch_dtype, num_channels = getattr(torch, dtype), 2 * key_heads * key_dim + value_heads * value_dim
+    x_TC, gate_shape = torch.empty(num_rows, num_channels, dtype=torch_dtype), (value_heads, key_dim)[: 1 + by_channel]
+    a_TH, b_TH = (torch.empty(num_rows, *shape, dtype=torch_dtype) for shape in (gate_shape, (value_heads,)))
+    gates = a_TH, b_TH, torch.empty(value_heads), torch.empty(gate_shape)
+    inputs = DeltaInputs.of(x_TC, key_heads, key_dim, value_heads, value_dim, *gates)
+    numbers = torch.empty(num_rows, dtype=torch.int64)
+    lists = [torch.empty(spec.shape, dtype=torch.int32) for spec in state_list_specs(num_rows, 4)]
+    rows = StateRows(numbers, numbers) if decode else StateRows(numbers, numbers, *lists)
+    conv_PCW, weight_CW = (
+        torch.empty(*shape, dtype=torch_dtype) for shape in ((2, num_channels, 3), (num_channels, 4))
+    )
+    causal_conv.causal_conv_triton(x_TC, rows, weight_CW, conv_PCW, torch.empty_like(x_TC))
+    state_PHKV, out_THV = torch.empty(2, value_heads, key_dim, value_dim), torch.empty_like(inputs.v_THV).contiguous()
+    delta_step.delta_step_triton(inputs, rows, state_PHKV, out_THV)
+    specs = delta_chunk_specs(num_rows, 4, value_heads, key_dim, dtype, "channel" if by_channel else "head")
+    scratch = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+    delta_chunks.delta_chunks_triton(inputs, rows, state_PHKV, out_THV, scratch)
+    gated_norm.gated_norm_triton(out_THV, out_THV, x_TC[0, :value_dim], 1e-6, out_THV)
+
+
+STATE_CASES: dict[str, Callable[[], None]] = {
+    "states of 48 heads, decode": lambda: states_of("bfloat16", (16, 48), decode=True),
+    "states of 48 heads": lambda: states_of("bfloat16", (16, 48)),
+    "states of 32 heads": lambda: states_of("bfloat16", (16, 32)),
+    "states of 6 heads of 24 by 48": lambda: states_of("float16", (3, 6), (24, 48)),
+    "states of 2 heads in float32": lambda: states_of("float32", (1, 2), (96, 128)),
+    "states by channel": lambda: states_of("bfloat16", (32, 32), by_channel=True),
+    "states by channel, decode": lambda: states_of("bfloat16", (32, 32), by_channel=True, decode=True),
+    "states by channel of 24 by 40": lambda: states_of("float16", (2, 4), (24, 40), by_channel=True),
+}
+
 V4_CASES: dict[str, Callable[[], None]] = {
     "routing of V4": lambda: routing_of(256, 6, V4_ROUTING, True),
     "routing of V4 by a table": lambda: table_of(256, 6, V4_ROUTING),
@@ -1060,6 +1106,7 @@ CASES: dict[str, Callable[[], None]] = {
     **EXPERT_CASES,
     **LAYER_CASES,
     **PACKED_CASES,
+    **STATE_CASES,
 }
 
 
@@ -1120,6 +1167,7 @@ def main() -> None:
         write_kv,
         write_quantized_kv,
         write_window,
+        *(causal_conv, delta_chunks, delta_step, gated_norm),
     ]
     kernels = []
     for module in modules:

@@ -20,6 +20,7 @@ COMMON_CASES = (
     "chosen tokens, 16 heads in low tiles",
     "streams of V4-Flash, 1 row",
     "packed experts of 2880 by 2880, 8 rows",
+    "states of 48 heads, decode",
 )
 """For each way to write a kernel, one that is compiled in a second or three."""
 OTHER_CASES = (
@@ -60,6 +61,9 @@ OTHER_CASES = (
     "rope rows of two ropes",
     "rope rows of V4",
     "write D80",
+    "write D256, a quarter turned, with gates",
+    "write quantized D256, a quarter turned, with gates",
+    "output gates",
     "write quantized D64",
     "write quantized D80",
     "write quantized D128",
@@ -204,6 +208,13 @@ OTHER_CASES = (
     "packed experts of 96 by 160, 8 rows",
     "packed experts of 96 by 160, 30 rows",
     "packed experts of 96 by 160, 700 rows",
+    "states of 48 heads",
+    "states of 32 heads",
+    "states of 6 heads of 24 by 48",
+    "states of 2 heads in float32",
+    "states by channel",
+    "states by channel, decode",
+    "states by channel of 24 by 40",
 )
 
 

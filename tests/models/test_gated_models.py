@@ -1,6 +1,7 @@
 """Models with RoPE on part of each head and output gates, against transformers: whole, chunked, in company, over every format."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,13 +15,16 @@ from holdfast.cache.spec import mixed_cache
 from holdfast.distributed.mesh import ALONE
 from holdfast.families.grouped.declarations import TritonPagedDeclaration, declined_lane
 from holdfast.models import grouped_readers
+from holdfast.models.activations import takes_fused_decode
 from holdfast.models.blueprints import read
 from holdfast.models.declared_model import declare_decoder
 from holdfast.quant.formats import KV_FORMATS
-from kernels.exactness import require_native
+from kernels.exactness import require_native, same_bits
 from loading import tiny_models
 from models import gated_models
+from models.fused_decode_steps import decode, make_rig, use_references
 from models.test_decoder import judge, make_drive, make_requests, theirs_logits
+from runner import rank_runs
 from runner.drive import LoadedModel, load_model
 
 NUM_STEPS = 8
@@ -92,7 +96,7 @@ def test_gated_models_finish_only_wanted_rows(models):
     theirs, ours, _ = models("gated")
     (request,) = make_requests((33,), NUM_STEPS)
     request.params = request.params.__class__(temperature=0.0)
-    drive = make_drive(ours, "native_paged", max_num_batched_tokens=16)
+    drive = make_drive(ours, "native_paged", max_num_batched_tokens=20)
     drive.run([request])
     expected = theirs_logits(theirs, (*request.prompt, *request.output))
     assert len(drive.logits(request)) == NUM_STEPS
@@ -147,3 +151,45 @@ def test_gated_wide_heads_are_taken_by_every_backend(models):
         assert TritonPagedDeclaration().unsupported(spec) is None, name
         if name != "bfloat16":
             assert declined_lane(spec, (9, 0), batch_invariant=False) is None, name
+
+
+def test_gated_fused_decode_equals_ordinary_path(models, monkeypatch):
+    """These architectures decline it by their norms; with other norms the path takes gates too."""
+    _, ours, _ = models("gated")
+    plain = replace(ours.spec, norm_offset=0.0)
+    for spec, takes in ((ours.spec, False), (plain, True)):
+        assert takes_fused_decode(replace(spec, intermediate_size=128), "bfloat16", "cuda") == takes
+    weights = {name: weight + 1.0 if "norm" in name else weight for name, weight in ours.weights.items()}
+    use_references(monkeypatch)
+    model = LoadedModel(plain, weights)
+    for num_rows in (1, 5):
+        wanted = decode(make_rig(model, fused=False), num_rows)
+        found = decode(make_rig(model), num_rows)
+        assert float((found - wanted).abs().max()) < 2e-5
+        assert float(wanted.std()) > 0.1
+
+
+RANKED = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "layer_types": gated_models.LAYERS,
+    "rope_parameters": gated_models.rope(0.25),
+}
+
+
+@for_each("num_ranks, kv_format", [(2, "auto"), (4, "auto"), (2, "turboquant_4bit_nc")])
+def test_gated_heads_are_shared_with_their_gates(tmp_path, monkeypatch, num_ranks, kv_format):
+    """Ranks that gather have the bits of one rank, those that sum are near; two key heads for up to four ranks."""
+    require_native()
+    monkeypatch.setitem(rank_runs.MODELS, "gated", RANKED)
+    path = rank_runs.write_model(tmp_path / f"{num_ranks} {kv_format}", "gated")
+    options = {"kv_cache_dtype": kv_format}
+    expected = rank_runs.run_steps(rank_runs.one_rank(path, **options)).logits
+    # Sums in another order choose other codes.
+    for is_exact in (True, False) if kv_format == "auto" else (True,):
+        ranks = rank_runs.Ranks(path, num_ranks, exact=is_exact, **options)
+        for found, wanted in zip(rank_runs.whole_logits(ranks.run(rank_runs.run_steps)), expected, strict=True):
+            assert wanted.abs().max() > 0.1, "weights that do nothing"
+            assert same_bits(found, wanted) if is_exact else float((found - wanted).abs().max()) < 1e-4, f"{is_exact=}"

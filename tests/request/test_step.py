@@ -182,10 +182,12 @@ def test_step_out_of_bounds_is_refused() -> None:
     wrong_items = (
         *({"slot": -1}, {"start": -1}, {"num_new_tokens": 2**31}, {"samples": 2}, {"pages": ((-2,),)}),
         *({"pages": ((),) * 65}, {"pages": (3,)}, {"proposals": (-1,)}, {"proposals": (2**31,)}),
+        *({"state_to": -2}, {"state_to": 2**31}, {"state_to": True}),
     )
     wrong_admitted = (
         *({"slot": -1}, {"token_ids": ()}, {"token_ids": (-1,)}, {"num_prompt_tokens": 0}, {"num_prompt_tokens": 4}),
         *({"seed": -1}, {"bad_word_ids": ((),)}, {"num_stored": 3}, {"num_stored": -1}, {"fork_of": -2}),
+        *({"state_from": -2}, {"state_from": 2**31}, {"fork_of": 1, "state_from": 0}),
     )
     steps = [EXAMPLE._replace(items=(item._replace(**wrong),)) for wrong in wrong_items]
     steps += [EXAMPLE._replace(admitted=(admitted._replace(**wrong),)) for wrong in wrong_admitted]

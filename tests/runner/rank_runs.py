@@ -182,6 +182,22 @@ MODELS["v4_pro"] = MODELS["v4_flash"] | {
     "o_groups": 8,
     "n_routed_experts": 12,
 }
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+MODELS["qwen3_5"] = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **DELTA}
+MODELS["qwen3_next"] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "shared_expert_intermediate_size": 48,
+    **DELTA,
+    **EXPERTS,
+}
 MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
 NUM_PAGES = 48
 """For every rank, so that a slot means the same on all of them."""

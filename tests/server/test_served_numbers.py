@@ -203,6 +203,7 @@ STAT_NAMES = {
     "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
     "vllm:prefix_cache_hits_total": "num_prefix_hit_tokens",
     "vllm:generation_tokens_total": "num_output_tokens",
+    "holdfast:snapshot_hits_total": "num_snapshot_hits",
     "holdfast:steps_total": "num_steps",
     "holdfast:proposed_tokens_total": "num_proposed_tokens",
     "holdfast:accepted_tokens_total": "num_accepted_tokens",
@@ -244,7 +245,7 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     """The second as the first; those that wait in the core and were not listed count as left out."""
     requests = (pages(1, "decode", 0), pages(2, "waiting", 3), pages(3, "waiting", 0))
     groups = (GroupPages("whole", 16, 5, 6), GroupPages("window", 8, 7, 9))
-    seen = MemoryMap(100, 73, groups, 6, 42, requests, 0.0)
+    seen = MemoryMap(100, 73, groups, 6, 42, 5, 3, requests, 0.0)
     facts: Any = map_facts(logged.service, seen)
     reported = ("name", "page_tokens", "in_use", "cached")
     assert [tuple(group[name] for name in reported) for group in facts["kv"]["groups"]] == [
@@ -253,6 +254,7 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     ]
     kv = facts["kv"]
     assert (kv["num_pages"], kv["free"], kv["in_use"], kv["cached"]) == (100, 73, 12, 15)
+    assert (kv["snapshots"], kv["snapshots_held"]) == (5, 3)
     assert [one["state"] for one in facts["requests"]] == ["decode", "preempted", "waiting"]
     assert facts["requests"][1] | {"state": ""} == {
         "id": "r2",
@@ -271,6 +273,8 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     assert facts["requests_left_out"] == 6 - 2
     found = metrics_module.Metrics("fake", logged.service.llm, logged.service.responses)
     rows = samples(found.text(seen).decode())
+    places = {name: value for name, value in rows.items() if name.startswith("holdfast:state_snapshots")}
+    assert places == {"holdfast:state_snapshots state=held": 3, "holdfast:state_snapshots state=free": 2}
     kept = {name: value for name, value in rows.items() if name.startswith("holdfast:kv_pages")}
     assert kept == {
         "holdfast:kv_pages group= state=free": 73,

@@ -68,7 +68,8 @@ def place_bytes(kinds: Sequence[PlaceKind]) -> int:
 def state_terms(kinds: Sequence[PlaceKind], num_slots: int, num_snapshots: int = 0) -> tuple[Term, ...]:
     """Return the plan's terms for what StateStorage allocates."""
     num_places = num_slots + num_snapshots
-    owners = f"{num_slots} sequences" + (f" and {num_snapshots} snapshots" if num_snapshots else "")
+    owners = "1 sequence" if num_slots == 1 else f"{num_slots} sequences"
+    owners += f" and {num_snapshots} snapshots" if num_snapshots else ""
     return tuple(
         Term(
             f"{STATE_OWNER}/{kind.tensor(num_places).name}",

@@ -163,6 +163,7 @@ class EngineCore:
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
+        assert proposer is None or scheduler.state_rule is None, "proposals cannot be taken out of a state"
         limits = runner.limits
         self.facts = CoreFacts(
             limits,
@@ -317,6 +318,7 @@ class EngineCore:
             num_waiting=self.num_queued,
             num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_snapshot_hits=scheduler.num_snapshot_hits,
             num_prompt_tokens=self._num_prompt_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
@@ -359,6 +361,8 @@ class EngineCore:
             ),
             num_waiting=self.num_queued,
             num_steps=self._num_steps,
+            num_snapshots=0 if scheduler.snapshots is None else scheduler.snapshots.num_places,
+            num_snapshots_held=0 if scheduler.snapshots is None else scheduler.snapshots.num_held,
         )
 
     def _pages_of(self, sequence: Sequence, now: float) -> SequencePages:

@@ -75,6 +75,9 @@ class PoolPages:
     groups: tuple[GroupPages, ...]
     num_waiting: Count
     num_steps: Count
+    num_snapshots: Count
+    """Places for states of prefixes; 0 if the model has no states outside the pages."""
+    num_snapshots_held: Count
 
     @property
     def num_in_use(self) -> int:

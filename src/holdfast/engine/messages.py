@@ -104,6 +104,8 @@ class CoreStats:
     """... and those of them that became part of an answer."""
     kv_usage: float = 0.0
     """Share of the KV pages that sequences hold."""
+    num_snapshot_hits: Count = 0
+    """Sequences that started with the state of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,15 @@ the exception: a sequence that starts on a hit of h tokens recomputes the last `
 written for those (`num_stored` is h until they are computed), so they may lie on shared pages, and windows are wide
 enough for what they saw the first time. For the page rules below the sequence is at h.
 
+**States outside pages** (cache/states.py). A state of all tokens restarts only at the first one. Its slot has it, or a
+snapshot at the end of a block. Kernels give the same bits for every cut at a multiple of the grid. So a step holds for
+a sequence a piece of its prompt between two such places, a last row alone on its chunk, or one row after the prompt.
+Only pages of prompts are cached and found, and a hit ends with a snapshot. A piece is cut where one is taken: at the
+prompt's last whole block, where the cached pages ended on which the sequence could not start, where the next one in the
+queue differs, and every `snapshot_tokens`. A step that is certain gives the snapshot a place. A later step may start on
+it, also while this one is in flight; a sequence of the same step waits for the next. No step writes a place that a step
+in flight uses: if no other place may go, there is no snapshot, and nothing waits for one.
+
 **Order.** A sequence precedes another if its priority is a lower number or, among equals, if it arrived before. Both
 queues have this order. Admission takes the first that waits, preemption the last that runs. So a waiting sequence never
 displaces a running one, and among equals every running one arrived before every waiting one, and was admitted in order
@@ -78,7 +87,9 @@ nothing runs, then once the steps in flight are booked the quarantine is empty a
 hit
    and the claim of the first that waits are together at most the sum of its groups' bounds, and add() has checked that
    this fits: it is admitted.
-2. If it runs and has positions that are not in flight, it is served first, with one row or more. If a page is missing, schedule()
+2. If it runs and has positions that are not in flight, it is served first, with one row or more: with states a piece,
+   because the budget is at least the grid, and so is the limit of prompt rows for the first. Others of a prompt may wait
+   until a piece is left, which is when enough before them have ended. If a page is missing, schedule()
    returns None until nothing is in flight; then later ones are preempted. Once it is alone, every page that it does not
    hold is available. What it holds after growing is within the bound that add() summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
@@ -88,6 +99,9 @@ hit
 6. Unequal priorities: while the first of all waits, no other is admitted, so the first that runs ends, and the next, each within
    max_model_len, until it is admitted; then it is the first that runs, and ends within as much. What the first that
    runs had computed may be lost, once for each such admission: 2 * N * max_model_len in all.
+7. A sequence that could start waits for a snapshot only while a step that is being made takes it, or while one that comes
+   first computes their common blocks. The former ends with the step. Each running sequence takes a snapshot at a
+   position at most once between two preemptions, so no sequence waits for ever.
 The caller must finish a sequence that has max_tokens of output, or got no token where it should have.
 """
 

@@ -6,13 +6,15 @@ rows are copied before a step computes anything. So a sequence starts on those o
 
 A *twin* has the same prompt and reaches its end in this step. A sequence forks from its twin without a row of its own:
 it samples from the twin's last row, shares its whole blocks, and the runner copies the open rest after the step's
-forward pass.
+forward pass. The copy includes the states of the slot.
 
     blocks   [ shared ........................ | open: copied after the step ]
     tokens   0                                 B                            N - 1: the row that both sample from
 
 If a running sequence is about to compute the next block of a waiting one, the waiting one does not compute it too. It
-waits only as long as that sequence runs, comes first in order, and has more of the common prompt to compute.
+waits only as long as that sequence runs, comes first in order, and has more of the common prompt to compute. With
+states outside the pages that sequence takes a snapshot where the prompts differ (Scheduler.cut), and the waiting one
+starts there.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -126,7 +126,9 @@ def _valid(tasks: Sequence[JsonTask], reference: Sequence[bool], own: Sequence[b
 def open_engine(contender: Contender, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> Engine:
     """Make an engine over a contender's runner; closing it leaves the runner open."""
     runner = contender.runner
-    scheduler = Scheduler(runner.limits, runner.num_pages, True, MAX_QUEUE, groups=runner.groups)
+    scheduler = Scheduler(
+        *(runner.limits, runner.num_pages, True, MAX_QUEUE), groups=runner.groups, state_rule=runner.state_rule
+    )
     return Engine(EngineCore(runner, scheduler), tokenizer, chat_template, seed=0)
 
 

@@ -124,6 +124,8 @@ def _words(task: RecallTask, tokenizer: Tokenizer) -> list[tuple[str, int]]:
 
 def cannot_recall(runner: Runner) -> str | None:
     """Return why several questions cannot follow one context; None if they can."""
+    if runner.state_rule is not None:
+        return "its layers keep a state of a sequence, which holds every token that was read"
     return unrewindable(runner.groups)
 
 

@@ -87,15 +87,8 @@ class DecoderDeclaration(NamedTuple):
         """Return a rank's share of the model's parameters."""
         linear = None if self.native == MXFP4.name else self.native
         natives: dict[str, str | None] = {"linear": linear, "expert": self.expert_native or self.native}
-        shared = shard_parameters(parameters, mesh, *self.units)
+        shared = shard_parameters(parameters, mesh, *self.decoder.units)
         return [weight_of(parameter, natives.get(parameter.kind)) for parameter in shared]
-
-    @property
-    def units(self) -> tuple[int, int, int, StateSpec | None]:
-        """Units that ranks must not cut: query heads, key heads, groups of heads, states (`shard_parameters`)."""
-        compressed = self.decoder.compressed
-        groups = 1 if compressed is None else compressed.num_output_groups
-        return self.decoder.num_heads, self.decoder.num_kv_heads, groups, self.decoder.state
 
     def _as_in(self, layer: int, first: int, other: int, weights: list[Weight]) -> list[Weight]:
         """Copy another layer's weights to this one: only names differ, and a layer may have hundreds of experts."""
@@ -132,8 +125,8 @@ class DecoderDeclaration(NamedTuple):
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        others = {"is_rotated": spec.rope is not None, "has_output_gate": spec.has_output_gate, "state": spec.state}
-        return HeadGeometry(*shape, windows, *biases, *scores, **others)
+        geometry = HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
+        return geometry._replace(has_output_gate=spec.has_output_gate, state=spec.state)
 
     def room_elements(self, mesh: Mesh, num_rows: int) -> int:
         return room_elements(self.rank(mesh), num_rows)

@@ -223,6 +223,12 @@ class ModelSpec:
         return query_step(self.has_output_gate) * self.query_size
 
     @property
+    def units(self) -> tuple[int, int, int, StateSpec | None]:
+        """Units that ranks must not cut: query heads, key heads, groups of heads, states (`shard_parameters`)."""
+        groups = 1 if self.compressed is None else self.compressed.num_output_groups
+        return self.num_heads, self.num_kv_heads, groups, self.state
+
+    @property
     def attention(self) -> GroupedSpec | LatentSpec | CompressedSpec:
         """The spec of the model's attention family."""
         return self.latent or self.compressed or GroupedSpec(self.num_kv_heads, self.has_output_gate)

@@ -156,7 +156,7 @@ class Runner:
     """Runs steps over parts that were allocated before."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.limits, self.groups = parts.limits, tuple(parts.groups)
+        self.limits, self.groups, self.state_rule = parts.limits, tuple(parts.groups), parts.state_rule
         self.num_pages, self.vocab_size = parts.num_pages, parts.vocab_size
         self.eos_token_ids = parts.eos_token_ids
         self.model, self.backend = parts.model, parts.backend
@@ -173,7 +173,7 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self._is_kept = False
         self._dummy_ids = count(-1, -1)
-        self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size, parts.state_rule)
+        self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size, self.state_rule)
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
         """The oldest flight, if its results were returned."""

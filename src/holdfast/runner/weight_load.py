@@ -123,8 +123,7 @@ def rank_parameters(model: OpenModel, mesh: Mesh) -> tuple[Parameter, ...]:
     if mesh.is_alone:
         return model.parameters
     spec, parameters = model.spec, model.parameters
-    num_groups = 1 if spec.compressed is None else spec.compressed.num_output_groups
-    return shard_parameters(parameters, mesh, spec.num_heads, spec.num_kv_heads, num_groups)
+    return shard_parameters(parameters, mesh, *spec.units)
 
 
 def _folder(name: str) -> Path:

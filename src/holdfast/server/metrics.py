@@ -219,6 +219,9 @@ class Metrics(Collector):
                 pages.append(({"state": "in_use", "group": group.name}, float(group.num_in_use)))
                 pages.append(({"state": "cached", "group": group.name}, float(group.num_cached)))
             yield self._family("gauge", "holdfast:kv_pages", "KV pages by state and cache group.", pages)
+            held = float(self._map.num_snapshots_held)
+            places: Rows = [({"state": "held"}, held), ({"state": "free"}, self._map.num_snapshots - held)]
+            yield self._family("gauge", "holdfast:state_snapshots", "Places of states of prefixes.", places)
 
     def _values(self, section: str, sources: SimpleNamespace) -> Iterator[Metric]:
         for name, (kind, text, source, *label) in TABLE[section].items():

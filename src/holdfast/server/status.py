@@ -168,6 +168,8 @@ def map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
         "free": seen.num_free,
         "in_use": seen.num_in_use,
         "cached": seen.num_cached,
+        "snapshots": seen.num_snapshots,
+        "snapshots_held": seen.num_snapshots_held,
         "age_seconds": round(max(time.monotonic() - seen.taken_at, 0.0), 3),
         "groups": [
             {

@@ -12,12 +12,19 @@ from torch import Tensor
 
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.state.state_geometry import CHUNK_ROWS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
-from holdfast.kernels.state.state_rows import Piece, StateRows, by_whole_vectors, clear_padded_rows, single_row
+from holdfast.kernels.state.state_rows import (
+    CLEARED_ROWS,
+    Piece,
+    StateRows,
+    by_whole_vectors,
+    clear_padded_rows,
+    single_row,
+)
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, release_then_wait, tl
 
 ROW_CHANNELS = 256
 """Channels per program of single rows."""
-TILE_ROWS, TILE_CHANNELS = 16, 128
+TILE_ROWS, TILE_CHANNELS = 32, 128
 """Rows and channels that a program of a chunk computes at once."""
 
 
@@ -26,7 +33,7 @@ def causal_conv_reference(
 ) -> None:
     """out = silu(conv(x)), rounded once; states in `conv_PCW` [P, C, W-1] advance. Padding becomes zeros.
 
-    `out_TC` must not overlap x. Rows of x and out may lie apart.
+    `out_TC` must not overlap x, because programs read inputs of other rows. Rows of x and out may lie apart.
     """
     _check_layout(x_TC, weight_CW, conv_PCW, out_TC)
     if singles := rows.single_rows():
@@ -62,11 +69,11 @@ def _convolve_piece(
 
 def _silu_of_taps(inputs: list[Tensor], weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
     """Return silu of the sum over taps in float32, the oldest input first."""
-    weight_CW = weight_CW.float()
-    y = inputs[0].float() * weight_CW[:, 0]
+    weight_WC = weight_CW.float().T.contiguous()
+    y = inputs[0].float() * weight_WC[0]
     for tap in range(1, len(inputs)):
-        y = y + inputs[tap].float() * weight_CW[:, tap]
-    return by_whole_vectors(F.silu, y if bias_C is None else y + bias_C.float())
+        y += inputs[tap].float() * weight_WC[tap]
+    return by_whole_vectors(F.silu, y if bias_C is None else y.add_(bias_C.float()))
 
 
 def _check_layout(x_TC: Tensor, weight_CW: Tensor, conv_PCW: Tensor, out_TC: Tensor) -> None:
@@ -95,11 +102,11 @@ def causal_conv_triton(
     if num_rows == 0:
         return
     num_seqs = num_rows if rows.sequences_N4 is None else len(rows.sequences_N4)
-    num_tails = 0 if rows.sequences_N4 is None else -(-num_rows // TILE_ROWS)
+    num_tails = 0 if rows.sequences_N4 is None else -(-num_rows // CLEARED_ROWS)
     _conv_row_kernel[(num_seqs + num_tails, -(-num_channels // ROW_CHANNELS))](
         x_TC, rows.places_T, rows.positions_T, rows.sequences_N4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
         num_seqs, num_rows, NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_C=ROW_CHANNELS,
-        TILE=TILE_ROWS, num_warps=4, **flags,
+        TILE=CLEARED_ROWS, num_warps=4, **flags,
     )  # fmt: skip
     if rows.chunks_M4 is None:
         return
@@ -174,11 +181,13 @@ def _conv_chunk_kernel(
             for tap in tl.static_range(WIDTH):
                 o_input = (i_chunk * CHUNK + o_row + (tap - WIDTH + 1)).to(tl.int64)
                 m_own = m_tile & (o_input >= 0)[:, None]
-                m_state = m_tile & (o_input < 0)[:, None] & has_before
-                b_own = tl.load(p_piece[None, :] + o_input[:, None] * x_stride, mask=m_own, other=0.0)
-                b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
+                b_input = tl.load(p_piece[None, :] + o_input[:, None] * x_stride, mask=m_own, other=0.0)
+                if i_chunk + first == 0:
+                    m_state = m_tile & (o_input < 0)[:, None] & has_before
+                    b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
+                    b_input = tl.where(m_own, b_input, b_before)
                 b_weight = tl.load(p_weight + o_c * WIDTH + tap, mask=m_c, other=0.0).to(tl.float32)
-                b_y += tl.where(m_own, b_own, b_before).to(tl.float32) * b_weight[None, :]
+                b_y += b_input.to(tl.float32) * b_weight[None, :]
             p_tile = p_rows[None, :] + o_row[:, None].to(tl.int64) * out_stride
             store_silu(p_tile, b_y, p_bias, o_c[None, :], m_c[None, :], m_tile)
         if i_chunk == 0:

@@ -31,7 +31,9 @@ from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 VALUES_PER_PROGRAM = 32
-"""Columns of a state that a program carries from chunk to chunk."""
+"""Fewest columns of a state that a program carries from chunk to chunk."""
+WAVE_PROGRAMS = 132
+"""Programs that run at once on an H200: their shared memory allows one per SM."""
 SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
@@ -45,7 +47,7 @@ def delta_chunks_reference(
 ) -> None:
     """Advance the states of sequences with several rows and write their outputs; other rows are left alone.
 
-    `scratch` has the tensors of `delta_chunk_specs`; only kernels need it.
+    `out_THV` must not overlap inputs: kernels load the next chunk's early. `scratch` has the tensors of `delta_chunk_specs`; only kernels need it.
     """
     inputs.check(state_PHKV, out_THV)
     for piece in rows.long_pieces():
@@ -126,12 +128,21 @@ def delta_chunks_triton(
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
         EPS=NORM_EPS, BLOCK=BLOCK_ROWS, **sizes, num_warps=4, **flags,
     )  # fmt: skip
-    block_v = min(VALUES_PER_PROGRAM, max(16, next_power_of_two(value_dim)))
+    block_v = scan_values(num_heads, value_dim, scores.dtype, inputs.by_channel)
     chunk_scan_kernel[(-(-value_dim // block_v) * num_heads, len(rows.sequences_N4))](
         q_TGK, k_TGK, v_THV, rows.sequences_N4, systems.view(scores.dtype), scores, coefficients, decays, state_PHKV,
         out_THV, q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), out_THV.stride(0), state_PHKV.stride(0),
         VALUE_DIM=value_dim, BLOCK_V=block_v, **sizes, num_warps=4, num_stages=SCAN_STAGES, **flags,
     )  # fmt: skip
+
+
+def scan_values(num_heads: int, value_dim: int, dtype: torch.dtype, by_channel: bool) -> int:
+    """Return the columns of a state per program, from the layer alone, so that batches change no bit.
+
+    If one sequence needs more than a wave of programs, each takes twice as many columns.
+    """
+    is_narrow = by_channel or dtype == torch.float32 or num_heads * -(-value_dim // VALUES_PER_PROGRAM) <= WAVE_PROGRAMS
+    return min(VALUES_PER_PROGRAM * (1 if is_narrow else 2), max(16, next_power_of_two(value_dim)))
 
 
 delta_chunks = operation(
@@ -436,26 +447,34 @@ def chunk_scan_kernel(
             p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK
             b_k_scale = tl.load(p_coefficient + o_c)[:, None]
             b_q_scale = tl.load(p_coefficient + CHUNK + o_c)[:, None]
+            p_rows, m_rows = p_outs + o_row * out_stride, m_c & m_v
             if BY_CHANNEL:
                 p_sums = p_decays + i_tile * CHUNK * KEY_DIM + o_k
                 b_sum = tl.load(p_sums[None, :] + o_c[:, None] * KEY_DIM, mask=m_k[None, :], other=0.0)
                 b_last = tl.load(p_sums + (CHUNK - 1) * KEY_DIM, mask=m_k, other=0.0)
                 b_decay = tl.exp(b_sum)
-                b_k_high, b_k_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
-                b_read = dot_wider(b_k_high, b_k_low, b_state)
-                b_q_high, b_q_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
-                b_out = dot_wider(b_q_high, b_q_low, b_state)
+                b_high, b_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
+                b_read = dot_wider(b_high, b_low, b_state)
+                b_high, b_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
+                b_out = dot_wider(b_high, b_low, b_state)
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                store_outputs(p_rows, b_out, b_score, b_write, m_rows)
+                b_high, b_low = halves(
+                    tl.trans(b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))), TYPE
+                )
+                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_high, b_low, b_write)
             else:
                 b_read = dot_wide(b_k, b_state) * b_k_scale
                 b_out = dot_wide(b_q, b_state) * b_q_scale
-            b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
-            b_out += dot_exact(b_score, b_write.to(TYPE))
-            tl.store(p_outs + o_row * out_stride, b_out.to(p_out.dtype.element_ty), mask=m_c & m_v)
-            if BY_CHANNEL:
-                b_key = b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))
-                b_k_high, b_k_low = halves(tl.trans(b_key), TYPE)
-                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_k_high, b_k_low, b_write)
-            else:
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                store_outputs(p_rows, b_out, b_score, b_write, m_rows)
                 b_write = b_write * tl.load(p_coefficient + 2 * CHUNK + o_c)[:, None]
                 b_state = b_state * tl.load(p_coefficient + 3 * CHUNK) + dot_wide(tl.trans(b_k), b_write)
         tl.store(p_tile, b_state, mask=m_state)
+
+
+@jit
+def store_outputs(p_rows, b_out, b_score, b_write, m_rows):
+    """Add what rows of the chunk wrote, and store outputs."""
+    b_out += dot_exact(b_score, b_write.to(b_score.dtype))
+    tl.store(p_rows, b_out.to(p_rows.dtype.element_ty), mask=m_rows)

@@ -19,13 +19,11 @@ from holdfast.kernels.state.delta_inputs import (
     normed_heads,
     write_strength,
 )
-from holdfast.kernels.state.state_rows import StateRows, clear_padded_rows, single_row
+from holdfast.kernels.state.state_rows import CLEARED_ROWS, StateRows, clear_padded_rows, single_row
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 
 VALUES_PER_PROGRAM = 32
 """Columns of a state per program."""
-CLEARED_ROWS = 16
-"""Rows that a program looks at for padding, in a step that lists its sequences."""
 
 
 def delta_step_reference(inputs: DeltaInputs, rows: StateRows, state_PHKV: Tensor, out_THV: Tensor) -> None:
@@ -43,17 +41,19 @@ def delta_step_reference(inputs: DeltaInputs, rows: StateRows, state_PHKV: Tenso
     q_NHK, k_NHK = normed_heads(taken)
     if not inputs.by_channel:
         decay_NHK = decay_NHK.unsqueeze(2)
-    v_NHV = taken.v_THV.float()
+    v_NHV, beta_NH1 = taken.v_THV.float(), beta_NH.unsqueeze(2)
+    # q (S + k w) = q S + (q k) w: one product reads the state for both.
+    readers_NH2K = torch.stack((k_NHK * decay_NHK, q_NHK * decay_NHK), dim=2)
+    own_NH1 = (q_NHK * k_NHK).sum(-1, keepdim=True)
     for i, piece in enumerate(pieces):
         # A state advances in place: a copy of all of them would cost more than the loop.
-        state_HKV, k_HK1 = state_PHKV[piece.place], k_NHK[i].unsqueeze(2)
+        state_HKV = state_PHKV[piece.place]
         if piece.start == 0:
             state_HKV.zero_()
-        state_HKV.mul_(decay_NHK[i].unsqueeze(2))
-        read_H1V = torch.bmm(k_HK1.mT, state_HKV)
-        write_H1V = (v_NHV[i].unsqueeze(1) - read_H1V) * beta_NH[i].view(-1, 1, 1)
-        state_HKV.add_(k_HK1 * write_H1V)
-        out_THV[piece.row] = torch.bmm(q_NHK[i].unsqueeze(1), state_HKV).squeeze(1).to(out_THV.dtype)
+        read_HV, out_HV = torch.bmm(readers_NH2K[i], state_HKV).unbind(1)
+        write_HV = (v_NHV[i] - read_HV) * beta_NH1[i]
+        state_HKV.mul_(decay_NHK[i].unsqueeze(2)).addcmul_(k_NHK[i].unsqueeze(2), write_HV.unsqueeze(1))
+        out_THV[piece.row] = (out_HV + own_NH1[i] * write_HV).to(out_THV.dtype)
 
 
 def delta_step_triton(inputs: DeltaInputs, rows: StateRows, state_PHKV: Tensor, out_THV: Tensor) -> None:

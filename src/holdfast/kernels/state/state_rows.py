@@ -79,6 +79,8 @@ def fill_lists(pieces: Sequence[Piece], sequences_N4: Tensor, chunks_M4: Tensor)
             table[: len(entries)] = torch.tensor(entries, dtype=table.dtype)
 
 
+CLEARED_ROWS = 128
+"""Rows that a program looks at for padding, in a step that lists its sequences."""
 VECTOR_ELEMENTS = 32
 """torch computes this many float32 numbers at once on a CPU, or a divisor of it."""
 
