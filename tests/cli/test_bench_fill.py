@@ -70,6 +70,61 @@ def test_bench_fill_every_family_reaches_last_token(fill: Filling, tmp_path: Pat
     assert 0 < trace["hit_tokens"] <= two["hit_tokens"]
 
 
+STATES = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 259,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 48,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+    },
+    "tie_word_embeddings": False,
+}
+"""A tiny model with gated delta nets, whose sequences keep states beside pages."""
+
+
+def write_states(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(STATES))
+    return folder
+
+
+@pytest.mark.parametrize("snapshots", ["0", "1", "4"])
+def test_bench_fill_states_reach_last_token(fill: Filling, tmp_path: Path, snapshots: str) -> None:
+    """A hit needs a snapshot; without one every turn computes its whole prompt."""
+    options = (*DUMMY, "--device", "cpu", "--state-snapshots", snapshots)
+    ended, record = fill(write_states(tmp_path), *options)
+    assert_filled(ended, record)
+    assert (record["rungs"][1]["hit_tokens"] > 0) is (snapshots != "0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kv_format", ["auto", "turboquant_k8v4"])
+def test_bench_fill_states_on_gpu_take_no_memory(
+    fill: Filling, tmp_path: Path, eager: tuple[str, ...], kv_format: str
+) -> None:
+    options = (*DUMMY[:4], "--kv-cache-memory", "256MiB", "--kv-cache-dtype", kv_format, *eager)
+    assert_filled(*fill(write_states(tmp_path), *options))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
