@@ -816,7 +816,7 @@ def states_of(
     num_rows, (key_heads, value_heads), (key_dim, value_dim) = 70, heads, dims
     torch_dtype, num_channels = getattr(torch, dtype), 2 * key_heads * key_dim + value_heads * value_dim
     x_TC, gate_shape = torch.empty(num_rows, num_channels, dtype=torch_dtype), (value_heads, key_dim)[: 1 + by_channel]
-    a_TH, b_TH = (torch.empty(num_rows, *shape, dtype=torch_dtype) for shape in (gate_shape, (value_heads,)))
+    a_TH, b_TH = (torch.empty(num_rows, *shape) for shape in (gate_shape, (value_heads,)))
     gates = a_TH, b_TH, torch.empty(value_heads), torch.empty(gate_shape)
     inputs = DeltaInputs.of(x_TC, key_heads, key_dim, value_heads, value_dim, *gates)
     numbers = torch.empty(num_rows, dtype=torch.int64)

@@ -107,9 +107,9 @@ def in_pieces(
 @CASES
 @pytest.mark.parametrize("strength", [0.0, 6.0])
 def test_delta_rule_in_any_pieces_matches_token_loop(device, functions, heads, strength) -> None:
-    layer, tokens = make_layer(heads, strength=strength), make_tokens(heads, 90 if functions is REFERENCES else 67)
+    layer, tokens = make_layer(heads, strength=strength), make_tokens(heads, 80 if functions is REFERENCES else 67)
     exact_THV, exact_HKV = delta_recurrence(layer, tokens)
-    many = ((), (64,), (1, 2, 66), (17, 18, 19), range(1, 90))
+    many = ((), (1, 2, 66), range(1, 80))
     for cuts in many if functions is REFERENCES else ((64,), (1, 2, 20)):
         out_THV, state_HKV = in_pieces(layer, tokens, cuts, functions, device)
         torch.testing.assert_close(out_THV.double(), exact_THV, rtol=0, atol=1e-5)
