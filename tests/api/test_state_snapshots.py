@@ -151,3 +151,21 @@ def test_states_of_other_salts_and_of_a_reset_cache_are_not_found(case: Case) ->
         (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
         assert list(output.outputs[0].token_ids) == case.answers[5][0]
         assert llm.stats().num_prefix_hit_tokens - before == hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_every_rank_and_stage_copies_its_own_states(ranks: dict[str, int], tmp_path: Path) -> None:
+    """Each stage has layers of both kinds. Sums of two ranks round otherwise, so tokens alone are compared."""
+    linear, full = "linear_attention", "full_attention"
+    save_state_model("3.5", tmp_path, layer_types=[linear, full, linear, full])
+    write_tokenizer(tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "page_tokens": 16, "device": "cpu", "max_model_len": 320}
+    alone = LLM(model=str(tmp_path), max_num_seqs=1, enable_prefix_caching=False, **settings)
+    expected = [tokens for tokens, _ in answers(alone, PROMPTS)]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 128, "state_snapshots": 4, "snapshot_tokens": GRID}
+    llm = LLM(model=str(tmp_path), **settings, **options, **ranks)
+    for _ in range(2):
+        assert [tokens for tokens, _ in answers(llm, PROMPTS)] == expected
+    assert llm.stats().num_snapshot_hits > 3
+    llm.shutdown()

@@ -90,9 +90,12 @@ def test_key_heads_that_do_not_divide_are_refused() -> None:
         odd.check_ranks(Mesh(tensor_size=4))
 
 
-def test_stage_of_states_alone_is_refused() -> None:
+def test_stage_of_one_kind_of_layers_is_refused() -> None:
     layers = {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2}
     declared = declare_config(BASE | MODELS["qwen3_5"] | layers, "x")
     with raises_code("families.indivisible_stages", ConfigError) as caught:
         declared.check_ranks(meshes(1, CUTS)[0])
     assert "layers 0 to 1 all keep a state" in str(caught.value)
+    with raises_code("families.indivisible_stages", ConfigError) as caught:
+        declared.check_ranks(meshes(1, CUTS)[1])
+    assert "layers 2 to 3 all attend to tokens" in str(caught.value)

@@ -27,7 +27,7 @@ def every_cut(num_layers: int, num_stages: int):
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_cuts_are_those_of_brute_force(data) -> None:
-    """Layers of any cost, ends with a cost of their own, budgets by stage, layers that no stage may begin with."""
+    """Layers of any cost, ends with a cost of their own, budgets by stage, layers that no stage may begin with or have alone."""
     num_layers = data.draw(st.integers(1, 9))
     num_stages = data.draw(st.integers(1, min(4, num_layers)))
     costs = data.draw(st.lists(st.integers(1, 50), min_size=num_layers, max_size=num_layers))
@@ -35,6 +35,10 @@ def test_cuts_are_those_of_brute_force(data) -> None:
     budgets = data.draw(st.lists(st.integers(1, 400), min_size=num_stages, max_size=num_stages))
     ends = data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60)))
     shared = data.draw(st.frozensets(st.integers(1, num_layers), max_size=3)) - {num_layers}
+    every = frozenset(range(num_layers))
+    unpaged = data.draw(st.frozensets(st.integers(0, num_layers - 1), max_size=5))
+    pages = [0 if layer in unpaged else own for layer, own in enumerate(pages)]
+    needed = (every - unpaged, *data.draw(st.sampled_from([(), (unpaged,)])))
 
     def count_pages(stage: int, first: int, last: int) -> int:
         beside = ends[0] * (stage == 0) + ends[1] * (stage == num_stages - 1)
@@ -48,8 +52,13 @@ def test_cuts_are_those_of_brute_force(data) -> None:
         fewest = min(count_pages(stage, *layers) for stage, layers in enumerate(cuts))
         return fewest, -max(weigh(*layers) for layers in cuts)
 
-    allowed = [cuts for cuts in every_cut(num_layers, num_stages) if not {first for first, _ in cuts} & shared]
-    found = best_cuts(num_layers, num_stages, count_pages, weigh, shared)
+    allowed = [
+        cuts
+        for cuts in every_cut(num_layers, num_stages)
+        if not {first for first, _ in cuts} & shared
+        and all(own & set(range(*layers)) for layers in cuts for own in needed)
+    ]
+    found = best_cuts(num_layers, num_stages, count_pages, weigh, shared, needed)
     if not allowed:
         assert found is None
         return

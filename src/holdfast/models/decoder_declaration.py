@@ -62,13 +62,18 @@ class DecoderDeclaration(NamedTuple):
         return reason
 
     def _stage_without_tokens(self, mesh: Mesh, state: StateSpec) -> str | None:
-        """Return None, or why a pipeline stage cannot run: pages are planned by layers that attend to tokens."""
+        """Return None, or why a pipeline stage cannot run: it needs a layer of either kind.
+
+        Pages are planned by layers that attend to tokens, and all ranks cut prompts by one rule.
+        """
         layers = mesh.layer_range(self.decoder.num_layers)
-        if mesh.layers is None or any(layer not in state.layers for layer in layers):
+        num_states = sum(layer in state.layers for layer in layers)
+        if mesh.layers is None or 0 < num_states < len(layers):
             return None
-        return (
-            f"layers {layers.start} to {layers.stop - 1} all keep a state, and a stage needs one that attends to tokens"
+        all_do, one_does = (
+            ("keep a state", "attends to tokens") if num_states else ("attend to tokens", "keeps a state")
         )
+        return f"layers {layers.start} to {layers.stop - 1} all {all_do}, and a stage needs one that {one_does}"
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
         spec = self.decoder

@@ -227,9 +227,12 @@ def cut_stages(
     costs = stage_costs(config, declared, targets, exchange)
     heads = declared.declaration.heads(rank_meshes(config)[0])
     shared = frozenset() if heads is None else heads.shared_layers
-    cuts = best_cuts(declared.num_layers, num_stages, costs.count_pages, costs.weigh, shared)
+    state = frozenset() if heads is None or heads.state is None else heads.state.layers
+    # All ranks have one kind of backend, and one rule of how prompts are cut.
+    needed = (state, frozenset(range(declared.num_layers)) - state) if state else ()
+    cuts = best_cuts(declared.num_layers, num_stages, costs.count_pages, costs.weigh, shared, needed)
     if cuts is None:
-        maximum = declared.num_layers - len(shared)
+        maximum = min(map(len, needed), default=declared.num_layers - len(shared))
         values = {"value": num_stages, "model": declared.name, "maximum": maximum}
         raise ConfigError("plan.too_many_stages", name="pipeline_parallel_size", **values)
     assert len(cuts) * size == len(targets), f"{cuts} for {len(targets)} ranks"

@@ -25,16 +25,18 @@ def best_cuts(
     count_pages: CountPages,
     weigh: Callable[[int, int], int],
     shared_layers: frozenset[int] = frozenset(),
+    needed: Sequence[frozenset[int]] = (),
 ) -> Cuts | None:
     """Return the layers of each stage; None if there are too few layers. No stage begins with one of `shared_layers`.
 
-    More layers must leave no more pages and weigh no less.
+    More layers must leave no more pages and weigh no less. A stage needs a layer of each set in `needed`.
     """
+    rules = shared_layers, needed
 
     def fewest(first: int, last: int, stage: int) -> int:
         return -count_pages(stage, first, last)
 
-    cuts = _smallest_largest(num_layers, num_stages, fewest, shared_layers)
+    cuts = _smallest_largest(num_layers, num_stages, fewest, *rules)
     if cuts is None:
         return None
     most = max(fewest(*layers, stage) for stage, layers in enumerate(cuts))
@@ -42,7 +44,7 @@ def best_cuts(
     def weight(first: int, last: int, stage: int) -> int | None:
         return weigh(first, last) if fewest(first, last, stage) <= most else None
 
-    return _smallest_largest(num_layers, num_stages, weight, shared_layers)
+    return _smallest_largest(num_layers, num_stages, weight, *rules)
 
 
 def _smallest_largest(
@@ -50,6 +52,7 @@ def _smallest_largest(
     num_stages: int,
     cost: Callable[[int, int, int], int | None],
     shared_layers: frozenset[int],
+    needed: Sequence[frozenset[int]],
 ) -> Cuts | None:
     """Return the cuts that minimize the most expensive stage. A stage whose cost is None is impossible."""
     reached: dict[int, tuple[int | None, Cuts]] = {0: (None, ())}
@@ -62,7 +65,7 @@ def _smallest_largest(
                 continue
             best: tuple[int, Cuts] | None = None
             for first in range(last - 1, stage - 1, -1):
-                if first not in reached:
+                if first not in reached or any(layers.isdisjoint(range(first, last)) for layers in needed):
                     continue
                 own = cost(first, last, stage)
                 if own is None or (best is not None and own >= best[0]):
