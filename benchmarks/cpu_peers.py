@@ -350,7 +350,7 @@ def read_options() -> argparse.Namespace:
 
 
 def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace) -> None:
-    """Write today's record; its other rows stay."""
+    """Write rows into today's record; its other rows stay."""
     path = options.out / gpu_records.record_name(bench_record.cpu_name(), SECTION, bench_record.today())
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     merged = {row["measure"]: row for row in (*kept, *rows)}
@@ -365,7 +365,6 @@ def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace)
     record = bench_record.make_record(model, settings, list(merged.values()), command, section=SECTION)
     record["versions"] = {**bench_record.versions(), "llama-cpp-python": version}
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"record: {path.name}")
 
 
 def main() -> None:
@@ -377,7 +376,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     bench = Bench(Peer(options.llama), options.rounds, options.threads, options.steps, CLOCKS[options.clock])
     bench.peer("set_clock", name=options.clock)
-    rows, parts = [], options.parts.split(",")
+    parts = options.parts.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -385,12 +384,11 @@ def main() -> None:
             for name, (size_n, size_k) in shapes.items():
                 product = Product(model, kind, name, size_n, size_k)
                 if re.search(options.only, f"{kind}, {model}'s {name}"):
-                    rows += measure_kernel(bench, product, Path(scratch))
+                    write(measure_kernel(bench, product, Path(scratch)), version, options)
         for key, name in MODELS.items() if "models" in parts else ():
             if re.search(options.only, name):
-                rows += measure_model(bench, name, model_file(key, folder))
+                write(measure_model(bench, name, model_file(key, folder)), version, options)
     bench.peer.close()
-    write(rows, version, options)
 
 
 if __name__ == "__main__":
