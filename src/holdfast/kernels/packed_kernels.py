@@ -110,7 +110,7 @@ class PieceShape(NamedTuple):
     """A packed part of which rows are dequantized."""
 
     num_rows: int
-    """Of one matrix."""
+    """Rows of one matrix."""
     num_columns: int
     row_group: int = 1
     """Rows that lie interleaved."""
