@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec, aligned
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.packed_schemes import PackedScheme
-from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, tile_scheme
+from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, input_bytes, tile_scheme
 
 DEQUANTIZED_FAMILIES = frozenset(
     {
@@ -102,6 +102,8 @@ PIECE_ELEMENTS: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**23}
 in half precision too if that is the type of activations: at most 48 MiB."""
 KERNEL_PIECE_ELEMENTS = 2**24
 """Most elements of a piece that a kernel dequantizes, in the type of activations alone: at most 64 MiB."""
+INPUT_ROWS = 512
+"""Most rows whose activations a product with tiles quantizes at once."""
 LANE = "packed"
 """Lane of the workspace for such a piece."""
 
@@ -139,12 +141,16 @@ def piece_specs(shapes: Iterable[PieceShape], dtype: str, device_kind: str) -> t
         counters = TensorSpec("arrived", (ARRIVED_BYTES // 4,), "int32")
         room = max(piece_bytes(shape, dtype, device_kind) for shape in shapes)
         return counters, TensorSpec("pieces", (room,), "uint8")
-    sizes = [
-        piece_rows(shape.num_rows, shape.num_columns, device_kind, shape.row_group) * shape.num_columns
-        for shape in shapes
-    ]
-    values = TensorSpec("values", (max(sizes),), "float32")
-    return (values,) if dtype == "float32" else (values, TensorSpec("rounded", (max(sizes),), dtype))
+    values = TensorSpec("values", (max(map(_cpu_elements, shapes)),), "float32")
+    return (values,) if dtype == "float32" else (values, TensorSpec("rounded", values.shape, dtype))
+
+
+def _cpu_elements(shape: PieceShape) -> int:
+    """Return the float32 elements of a piece on a CPU. Tiles need no piece, but 8-bit activations of some rows."""
+    elements = piece_rows(shape.num_rows, shape.num_columns, "cpu", shape.row_group) * shape.num_columns
+    if shape.row_group == 1:
+        return elements
+    return min(elements, -(-input_bytes(INPUT_ROWS, shape.num_columns) // DTYPE_BYTES["float32"]))
 
 
 def piece_bytes(shape: PieceShape, dtype: str, device_kind: str) -> int:
