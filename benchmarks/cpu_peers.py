@@ -58,7 +58,8 @@ MODELS = {"135m-q4_1": "135M Q4_1", "135m-q4_0": "135M Q4_0", "135m-q8_0": "135M
 TARGETS = {"135M": {"batch 1": 0.75, "batch 8": 0.9}, "1B": {"batch 1": 0.9, "batch 8": 0.9, "prefill 512": 0.8}}
 PROMPT, PREFILL, CONTEXT, SEQUENCES = 64, 512, 1024, 8
 PROCESS = "python and torch"
-MEMORY_TARGET = 1.3
+MEMORY_TARGET = round(1 / 1.3, 3)
+"""Bytes of llama.cpp over ours."""
 
 
 class Peer:
@@ -315,11 +316,11 @@ def compared_memory(name: str, ours: dict[str, float], theirs: dict[str, float])
         "measure": f"{name}: memory",
         "unit": "MiB",
         "values": {"holdfast": round(mine, 1), "llama.cpp": round(other, 1)},
-        "ratio": round(mine / other, 3),
-        "most": MEMORY_TARGET,
+        "ratio": round(other / mine, 3),
+        "target": MEMORY_TARGET,
         "parts": {"holdfast": ours, "llama.cpp": theirs},
     }
-    print(f"{row['measure']}: {row['values']} MiB, {row['ratio']}x (at most {MEMORY_TARGET})", flush=True)
+    print(f"{row['measure']}: {row['values']} MiB, {row['ratio']}x (target {MEMORY_TARGET})", flush=True)
     return row
 
 
@@ -349,7 +350,7 @@ def read_options() -> argparse.Namespace:
 
 
 def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace) -> None:
-    """Write today's record; its other rows stay."""
+    """Write rows into today's record; its other rows stay."""
     path = options.out / gpu_records.record_name(bench_record.cpu_name(), SECTION, bench_record.today())
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     merged = {row["measure"]: row for row in (*kept, *rows)}
@@ -364,7 +365,6 @@ def write(rows: list[dict[str, Any]], version: str, options: argparse.Namespace)
     record = bench_record.make_record(model, settings, list(merged.values()), command, section=SECTION)
     record["versions"] = {**bench_record.versions(), "llama-cpp-python": version}
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"record: {path.name}")
 
 
 def main() -> None:
@@ -376,7 +376,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     bench = Bench(Peer(options.llama), options.rounds, options.threads, options.steps, CLOCKS[options.clock])
     bench.peer("set_clock", name=options.clock)
-    rows, parts = [], options.parts.split(",")
+    parts = options.parts.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -384,12 +384,11 @@ def main() -> None:
             for name, (size_n, size_k) in shapes.items():
                 product = Product(model, kind, name, size_n, size_k)
                 if re.search(options.only, f"{kind}, {model}'s {name}"):
-                    rows += measure_kernel(bench, product, Path(scratch))
+                    write(measure_kernel(bench, product, Path(scratch)), version, options)
         for key, name in MODELS.items() if "models" in parts else ():
             if re.search(options.only, name):
-                rows += measure_model(bench, name, model_file(key, folder))
+                write(measure_model(bench, name, model_file(key, folder)), version, options)
     bench.peer.close()
-    write(rows, version, options)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ CACHE_BYTES = 160e6
 GRAPH_SECONDS = 1.5e-3
 NUM_ROUNDS = 5
 MOST_ERROR = 8e-3
-"""Of the length of the exact result: the rounding of bfloat16 outputs, and of dequantized weights."""
+"""Relative to the length of the exact result: the rounding of bfloat16 outputs, and of dequantized weights."""
 JUDGED_OUTPUTS = 96
 COMPILE_SECONDS = 150.0
 STEP_SECONDS = 4.0

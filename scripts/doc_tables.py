@@ -259,6 +259,14 @@ SECTIONS: Mapping[str, Columns] = {
         "first token, s": _value("values", "first_token_seconds"),
         "all work, s": _value("values", "seconds"),
     },
+    "cpu-peers": {
+        "": _value("measure"),
+        "unit": _value("unit"),
+        "holdfast": _value("values", "holdfast"),
+        "llama.cpp": _value("values", "llama.cpp"),
+        "llama.cpp / holdfast": _value("ratio"),
+        "at least": _value("target"),
+    },
     "gpu-latent-attention": {
         "": _value("measure"),
         "found": _listed_values,

@@ -46,8 +46,8 @@ def prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [dice.randrange(3, VOCAB) for _ in range(length)]} for length in LENGTHS]
 
 
-def tokens(llm: LLM, asked: list[dict[str, list[int]]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [list(answer.token_ids) for output in llm.generate(asked, params) for answer in output.outputs]
+def tokens(llm: LLM, requests: list[dict[str, list[int]]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(answer.token_ids) for output in llm.generate(requests, params) for answer in output.outputs]
 
 
 @cache
@@ -104,12 +104,12 @@ def test_sampled_forks_differ_and_repeat() -> None:
 def test_prefixes_are_found_where_a_snapshot_was_taken() -> None:
     dice = random.Random(2)
     shared = [dice.randrange(3, VOCAB) for _ in range(150)]
-    asked = [{"prompt_token_ids": [*shared, *(dice.randrange(3, VOCAB) for _ in range(20))]} for _ in range(3)]
+    requests = [{"prompt_token_ids": [*shared, *(dice.randrange(3, VOCAB) for _ in range(20))]} for _ in range(3)]
     with opened(enable_prefix_caching=False) as llm:
-        expected = [tokens(llm, [one])[0] for one in asked]
+        expected = [tokens(llm, [one])[0] for one in requests]
     with opened(state_snapshots=4, snapshot_tokens=64) as llm:
-        assert [tokens(llm, [one])[0] for one in asked] == expected
-        outputs = llm.generate(asked, GREEDY)
+        assert [tokens(llm, [one])[0] for one in requests] == expected
+        outputs = llm.generate(requests, GREEDY)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert [output.num_cached_tokens for output in outputs] == [128] * 3
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.states import NO_PLACE, Snapshots, StateRule
+from holdfast.cache.states import NO_PLACE, Snapshots, StateRule, Written
 
 
 @given(
@@ -90,6 +90,27 @@ def test_place_that_a_step_in_flight_uses_is_not_given(use: str) -> None:
     assert take(snapshots, 3) == NO_PLACE
     snapshots.settle(2)
     assert take(snapshots, 3) == 0, "a step reads places before it writes any"
+
+
+@pytest.mark.parametrize(
+    ("own", "reader", "found"), [(Written(0, 1), 0, 0), (Written(0, 1), 2, -1), (Written(0, 2), 0, -1)]
+)
+def test_sequence_may_overwrite_what_it_writes_in_flight(own: Written, reader: int, found: int) -> None:
+    snapshots = Snapshots(1)
+    take(snapshots, 1)
+    if reader:
+        snapshots.read(0, reader)
+    assert snapshots.take(3, is_between=False, own=own) == found
+
+
+def test_own_snapshot_in_flight_goes_before_those_of_others() -> None:
+    snapshots = Snapshots(3)
+    for step in (1, 2, 3):
+        take(snapshots, step)
+    snapshots.settle(2)
+    assert snapshots.find(4, is_between=False, own=Written(2, 3)) == 2
+    snapshots.yield_place(0)
+    assert snapshots.find(4, is_between=False, own=Written(2, 3)) == 0, "what is between goes first"
 
 
 def test_freed_place_waits_for_the_step_that_writes_it() -> None:

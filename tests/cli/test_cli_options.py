@@ -77,7 +77,7 @@ def test_quantization_help_names_every_scheme() -> None:
     ids=lambda setting: setting.name,
 )
 def test_engine_option_reaches_its_field(setting) -> None:
-    values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
+    values = {"TOKENS": "64", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
     values |= {
         "LAYERS": "0,1,30,31",
         "BLOCK": "64",

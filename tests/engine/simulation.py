@@ -794,12 +794,18 @@ class Simulation:
 
     def _check_snapshots(self, step: LiveStep) -> None:
         """Who starts inside a prompt gets a state; a step ends where it keeps one; no place in use in flight is written."""
-        used = [one.state_from for flight in self.flights for one in flight.step.admitted]
-        used += [item.state_to for flight in self.flights for item in flight.step.items]
+        used = [(one.state_from, None) for flight in self.flights for one in flight.step.admitted]
+        used += [
+            (item.state_to, own.sequence)
+            for flight in self.flights
+            for item, own in zip(flight.step.items, flight.scheduled, strict=True)
+        ]
         starts = {one.slot: one.state_from for one in step.step.admitted}
         given = [item.state_to for item in step.step.items if item.state_to >= 0]
         assert len(set(given)) == len(given), f"snapshots {given} are written twice in a step"
-        busy = [place for place in given if place in used]
+        owners = {item.state_to: own.sequence for item, own in zip(step.step.items, step.scheduled, strict=True)}
+        busy = [place for place, who in used if place in given and who is not owners[place]]
+        self.seen["overwritten in flight"] += sum(place in given for place, _ in used)
         assert not busy, f"snapshots {busy} are written, and steps in flight use them"
         for item, own in zip(step.step.items, step.scheduled, strict=True):
             if self.world.state_rule is not None and item.slot in starts:

@@ -113,13 +113,29 @@ def test_snapshot_of_a_step_is_read_in_the_next_one():
 
 
 def test_place_in_use_by_a_step_in_flight_is_not_written():
-    scheduler = make(num_snapshots=1, snapshot_tokens=4)
+    scheduler = make(num_snapshots=1)
     scheduler.add(sequence(1, [*range(23)], max_tokens=4))
-    first, second = scheduler.schedule(), scheduler.schedule()
+    first = scheduler.schedule()
+    scheduler.add(sequence(2, 10, max_tokens=4))
+    second = scheduler.schedule()
     assert first is not None
     assert second is not None
-    assert (kept(first), kept(second)) == ({1: (NO_PLACE, 0)}, {1: (NO_PLACE, NO_PLACE)})
+    assert (kept(first), kept(second)) == ({1: (NO_PLACE, 0)}, {1: (NO_PLACE, -1), 2: (NO_PLACE, NO_PLACE)})
     scheduler.check()
+
+
+def test_sequence_overwrites_its_own_snapshot_in_flight():
+    scheduler = make(num_snapshots=2, snapshot_tokens=8)
+    scheduler.add(sequence(1, 21, max_tokens=1))
+    shapes(scheduler)
+    scheduler.reset_prefix_cache()
+    scheduler.add(sequence(2, 7, max_tokens=30))
+    run(scheduler)
+    scheduler.add(sequence(3, 30, max_tokens=4))
+    steps = [scheduler.schedule() for _ in range(4)]
+    assert [kept(step)[3][1] for step in steps if step is not None] == [1, 1, 1, 1]
+    scheduler.check()
+    assert sorted(entry.index for entry in scheduler.prefix.by_snapshot.values()) == [0, 6]
 
 
 def test_snapshot_goes_with_its_pages():

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from holdfast.cache.groups import HOLE, CacheGroup, block_tokens
 from holdfast.cache.pages import PagePool
-from holdfast.cache.states import NO_PLACE, Snapshots
+from holdfast.cache.states import NO_PLACE, NOT_WRITTEN, Snapshots, Written
 
 DIGEST_BYTES = 16
 ENTRIES_PER_PAGE = 4
@@ -389,9 +389,12 @@ class PrefixCache:
         entry = self._entries.get(self._key(chain, token_ids, num_tokens // self.block_tokens - 1).digest)
         return entry is None or entry.snapshot == NO_PLACE
 
-    def take_snapshot(self, chain: PrefixChain, num_tokens: int, step: int, *, is_between: bool) -> int:
+    def take_snapshot(
+        self, chain: PrefixChain, num_tokens: int, step: int, *, is_between: bool, own: Written = NOT_WRITTEN
+    ) -> int:
         """Give a place to the state of a sequence after its first `num_tokens`, which `step` computes.
 
+        `own`: the last snapshot that the sequence wrote. It may go if it leads to this one alone.
         NO_PLACE if its blocks up to there are not registered, have a snapshot, or no place may be written.
         """
         tip = chain.tip
@@ -403,9 +406,11 @@ class PrefixCache:
         above = tip.parent
         while above is not None and above.snapshot == NO_PLACE and len(above.children) == 1:
             above = above.parent
-        if above is not None and above.snapshot != NO_PLACE and len(above.children) == 1:
+        is_passed = above is not None and above.snapshot != NO_PLACE and len(above.children) == 1
+        if above is not None and is_passed:
             self.snapshots.yield_place(above.snapshot)
-        place = self.snapshots.take(step, is_between=is_between)
+            own = own if above.snapshot == own.place else NOT_WRITTEN
+        place = self.snapshots.take(step, is_between=is_between, own=own if is_passed else NOT_WRITTEN)
         if place != NO_PLACE:
             tip.snapshot = place
             self.by_snapshot[place] = tip

@@ -6,12 +6,14 @@ A state is what a layer has gathered of all tokens so far, one per sequence. It 
 
 A snapshot is a copy of a slot's state at the end of a block of the prefix cache. A prefix can be a hit only there.
 A step copies snapshots to slots before it computes anything, and slots to snapshots after it. Steps run in order. So a
-later step may read what a step in flight writes. A place that a step in flight reads or writes is not written again.
+later step may read what a step in flight writes. A place that a step in flight reads or writes is not written again,
+except by the sequence that writes it there: its steps never pass each other.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 GRID = 64
 """Tokens of a chunk of the state kernels: a prompt that is cut at multiples of it has the same bits as a whole one."""
@@ -49,6 +51,16 @@ class StateRule:
         return whole if most >= whole else most // self.grid * self.grid
 
 
+class Written(NamedTuple):
+    """A place, and the step that writes it."""
+
+    place: int
+    step: int
+
+
+NOT_WRITTEN = Written(NO_PLACE, 0)
+
+
 class Snapshots:
     """Places 0 .. num_places - 1 of snapshots, free or held; the least recently used one that may go is evicted first.
 
@@ -74,20 +86,25 @@ class Snapshots:
     def num_held(self) -> int:
         return len(self.held)
 
-    def find(self, step: int, *, is_between: bool) -> int:
-        """Return the place that a snapshot of `step` would take: a free one, or the next to evict; or NO_PLACE."""
+    def find(self, step: int, *, is_between: bool, own: Written = NOT_WRITTEN) -> int:
+        """Return the place that a snapshot of `step` would take: a free one, or the next to evict; or NO_PLACE.
+
+        `own`: what the same sequence wrote last, on the way to this snapshot. It may go although it is in flight.
+        """
         free = (place for place in range(self.num_places) if place not in self.held)
         between = (place for place, own in self.held.items() if own)
         others = (place for place, own in self.held.items() if not own and not is_between)
-        for places in (free, between, others):
+        for places in (free, between):
             for place in places:
                 if self._is_idle(place, step):
                     return place
-        return NO_PLACE
+        if own.place in self.held and self._written[own.place] == own.step and not self._is_read(own.place, step):
+            return own.place
+        return next((place for place in others if self._is_idle(place, step)), NO_PLACE)
 
-    def take(self, step: int, *, is_between: bool) -> int:
+    def take(self, step: int, *, is_between: bool, own: Written = NOT_WRITTEN) -> int:
         """Hold a place that `step` writes, the most recently used one; NO_PLACE if none may be written."""
-        place = self.find(step, is_between=is_between)
+        place = self.find(step, is_between=is_between, own=own)
         if place == NO_PLACE:
             return NO_PLACE
         if place in self.held:
@@ -126,8 +143,11 @@ class Snapshots:
 
     def _is_idle(self, place: int, step: int) -> bool:
         """True if no step in flight uses a place, nor `step` itself writes it. It reads places before it writes any."""
-        last_use = max(self._written[place], self._read_before[place])
-        return last_use <= self._settled and (self._read[place] <= self._settled or self._read[place] == step)
+        return self._written[place] <= self._settled and not self._is_read(place, step)
+
+    def _is_read(self, place: int, step: int) -> bool:
+        """True if a step in flight reads a place; `step` itself does not count."""
+        return self._read_before[place] > self._settled or self._settled < self._read[place] != step
 
     def check(self) -> None:
         """Assert that every held place exists."""

@@ -58,7 +58,8 @@ Only pages of prompts are cached and found, and a hit ends with a snapshot. A pi
 prompt's last whole block, where the cached pages ended on which the sequence could not start, where the next one in the
 queue differs, and every `snapshot_tokens`. A step that is certain gives the snapshot a place. A later step may start on
 it, also while this one is in flight; a sequence of the same step waits for the next. No step writes a place that a step
-in flight uses: if no other place may go, there is no snapshot, and nothing waits for one.
+in flight uses, except for the sequence that wrote it there: if no other place may go, there is no snapshot, and nothing
+waits for one.
 
 **Order.** A sequence precedes another if its priority is a lower number or, among equals, if it arrived before. Both
 queues have this order. Admission takes the first that waits, preemption the last that runs. So a waiting sequence never
@@ -110,7 +111,7 @@ from collections.abc import Sequence as SequenceABC
 
 from holdfast.cache.groups import HOLE, by_position
 from holdfast.cache.prefix import OpenRows, PrefixHit
-from holdfast.cache.states import NO_PLACE
+from holdfast.cache.states import NO_PLACE, NOT_WRITTEN, Written
 from holdfast.engine.holdings import Holdings
 from holdfast.engine.page_needs import skipped
 from holdfast.engine.queues import PromptRows, named
@@ -384,7 +385,8 @@ class Scheduler(Holdings):
         between = range((start // every + 1) * every, end + 1, every)
         for position in sorted([place for place in (*wanted, *between) if start < place <= end]):
             track.is_between = position not in wanted
-            has_place = self.snapshots.find(self.num_steps + 1, is_between=track.is_between) != NO_PLACE
+            place = self.snapshots.find(self.num_steps + 1, is_between=track.is_between, own=track.written)
+            has_place = place != NO_PLACE
             if has_place and self.prefix.lacks_snapshot(track.chain, sequence.token_ids, position):
                 track.snapshot_at = position
                 return position - start
@@ -404,9 +406,9 @@ class Scheduler(Holdings):
         """Keep the state of a sequence that the next step computes up to `end`, if its piece was cut for that."""
         track = self._tracks[sequence.sequence_id]
         if self.snapshots is not None and track.snapshot_at == end:
-            track.state_to = self.prefix.take_snapshot(
-                track.chain, end, self.num_steps + 1, is_between=track.is_between
-            )
+            step, own = self.num_steps + 1, track.written
+            track.state_to = self.prefix.take_snapshot(track.chain, end, step, is_between=track.is_between, own=own)
+            track.written = Written(track.state_to, step)
             track.snapshot_at = 0
 
     def leave_quarantine(self, number: int) -> None:
@@ -630,6 +632,7 @@ class Scheduler(Holdings):
         track.ready_step = self.num_steps + 1 if is_copied else self.prefix.pending_step(sequence.tables)
         track.copies = ()
         track.state_from, track.state_to, track.snapshot_at = NO_PLACE, NO_PLACE, 0
+        track.written = NOT_WRITTEN
         track.branch_at = start.hit.num_known * self.prefix.block_tokens
         if self.snapshots is not None and start.source is None and start.hit.snapshot != NO_PLACE:
             track.state_from = start.hit.snapshot

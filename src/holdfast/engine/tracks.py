@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.prefix import PrefixChain, PrefixHit
-from holdfast.cache.states import NO_PLACE
+from holdfast.cache.states import NO_PLACE, NOT_WRITTEN, Written
 from holdfast.engine.queues import named
 from holdfast.request.sequence import Sequence
 from holdfast.request.step import Admitted, RowCopy
@@ -44,6 +44,8 @@ class Track:
     """The snapshot that gets its state after the next step."""
     snapshot_at: int = 0
     """Where its next piece was cut for a snapshot; 0: nowhere."""
+    written: Written = NOT_WRITTEN
+    """The last snapshot that it wrote."""
     is_between: bool = False
     """That snapshot is between others (cache/states.py)."""
     branch_at: int = 0

@@ -25,6 +25,12 @@ PACKED_KERNELS: Mapping[str, frozenset[str]] = {
 }
 """Families of schemes with a kernel, by kind of device. Alone in a weight int8 and mxfp4 have those of `quantization`."""
 
+UNPROVEN_FAMILIES: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset(),
+    "cuda": DEQUANTIZED_FAMILIES - frozenset({"int8", "mxfp4"}),
+}
+"""Families whose kernels have not run on such a device yet. A start keeps them only if `packed_weights` says as_stored."""
+
 MMA_ROWS = 128
 """Rows of a weight in a program of kernels/gemm/packed_mma.py."""
 MOST_SPLIT_ROWS = 64
@@ -104,7 +110,7 @@ class PieceShape(NamedTuple):
     """A packed part of which rows are dequantized."""
 
     num_rows: int
-    """Of one matrix."""
+    """Rows of one matrix."""
     num_columns: int
     row_group: int = 1
     """Rows that lie interleaved."""

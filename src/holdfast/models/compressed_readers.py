@@ -9,6 +9,7 @@ matches no model.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from holdfast.kernels.geometry import MAX_LATENT_DIM
 from holdfast.kernels.stream_geometry import MAX_STREAMS
@@ -264,13 +265,16 @@ def _pattern(names: Mapping[str, str], prefix: str) -> re.Pattern[str]:
     return re.compile(rf"({prefix})({'|'.join(map(re.escape, longest))})(?=\.|$)")
 
 
-_TOP, _LAYER = _pattern(SPELLINGS, ""), _pattern(LAYER_SPELLINGS, r"layers\.\d+\.")
+@cache
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Compile the names within a layer, and those of a whole model, once they are needed: plans do without."""
+    return _pattern(LAYER_SPELLINGS, r"layers\.\d+\."), _pattern(SPELLINGS, "")
 
 
 def respell(name: str) -> str:
     """Return DeepSeek's name of a tensor from any of the three spellings."""
     name = name.removeprefix(PREFIX)
-    for pattern, names in ((_LAYER, LAYER_SPELLINGS), (_TOP, SPELLINGS)):
+    for pattern, names in zip(_patterns(), (LAYER_SPELLINGS, SPELLINGS), strict=True):
         if found := pattern.match(name):
             return found[1] + names[found[2]] + name[found.end() :]
     return name

@@ -100,8 +100,8 @@ class HeadGeometry(NamedTuple):
     @property
     def paged_layers(self) -> tuple[int, ...]:
         """Layers whose tokens are on pages: all that keep no state."""
-        state_layers = frozenset() if self.state is None else self.state.layers
-        return tuple(layer for layer in range(len(self.windows)) if layer not in state_layers)
+        layers = range(len(self.windows))
+        return tuple(layers) if self.state is None else tuple(sorted(set(layers) - self.state.layers))
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str

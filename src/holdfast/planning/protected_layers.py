@@ -31,7 +31,9 @@ class ProtectedLayers(NamedTuple):
 
     def formats(self, kv_format: KVFormat, num_layers: int) -> tuple[KVFormat, ...]:
         """Return the format of every layer if all others have `kv_format`."""
-        return tuple(self.format if layer in self.layers else kv_format for layer in range(num_layers))
+        if not self.layers:
+            return (kv_format,) * num_layers
+        return tuple([self.format if layer in self.layers else kv_format for layer in range(num_layers)])
 
 
 def choose_protected(

@@ -291,8 +291,8 @@ class Resolved:
 
     def formats(self) -> tuple[KVFormat, ...]:
         """The KV format of each of `paged_layers`."""
-        by_layer = self.protected.formats(self.kv_format, self.declared.num_layers)
-        return tuple(by_layer[self.layers.start + layer] for layer in self.paged_layers)
+        by_layer, first = self.protected.formats(self.kv_format, self.declared.num_layers), self.layers.start
+        return tuple([by_layer[first + layer] for layer in self.paged_layers])
 
     def bytes_per_token(self) -> Fraction:
         """KV bytes in all layers of this stage. Layers of mixed formats have the same heads, so only their counts matter."""
@@ -499,7 +499,7 @@ def _can_scale_keys(request: PlanRequest, kv_format: KVFormat, protected: Protec
     if heads is None or heads.is_compressed or heads.rope_dim or request.config.tokenizer == NO_TOKENIZER:
         return False
     formats = protected.formats(kv_format, request.declared.num_layers)
-    return any(one.rotates_keys for one in formats) and request.mesh.tensor_size <= heads.num_kv_heads
+    return any(one.rotates_keys for one in set(formats)) and request.mesh.tensor_size <= heads.num_kv_heads
 
 
 def _first_tokens(window: int | None) -> int:

@@ -13,31 +13,37 @@ static uint32_t by_byte(uint32_t bits) {
     return out;
 }
 
+// One block of 16 rows, which lie `stride` bytes apart: stores are in order, and loads of a row too.
 #define DEFINE_SPREAD(UNIT)                                                                                             \
-    static void spread_##UNIT(const unsigned char *from, unsigned char *to, long bytes) {                               \
-        for (long i = 0; i < bytes; i += UNIT) memcpy(to + i * TILE_ROWS, from + i, UNIT);                              \
+    static void spread_##UNIT(const unsigned char *from, unsigned char *to, long bytes, long stride) {                  \
+        for (long i = 0; i < bytes; i += UNIT, to += UNIT * TILE_ROWS)                                                  \
+            _Pragma("GCC unroll 16") for (long row = 0; row < TILE_ROWS; row++)                                         \
+                memcpy(to + row * UNIT, from + row * stride + i, UNIT);                                                 \
     }
 DEFINE_SPREAD(1)
 DEFINE_SPREAD(2)
 DEFINE_SPREAD(4)
 
-// `plane` has `bytes` a block for `num_blocks` blocks of each row; `tiles` points to the plane in the first tile block.
-// Unit -4: words whose bits are also permuted.
+static void spread_bits(const unsigned char *from, unsigned char *to, long stride) {
+    for (long row = 0; row < TILE_ROWS; row++) {
+        uint32_t bits;
+        memcpy(&bits, from + row * stride, 4);
+        bits = by_byte(bits);
+        memcpy(to + 4 * row, &bits, 4);
+    }
+}
+
+// `plane` has `bytes` a block for `num_blocks` blocks of each row, in whole groups of 16 rows; `tiles` points to the plane in
+// the first tile block. Unit -4: words whose bits are also permuted.
 void holdfast_interleave(const unsigned char *plane, unsigned char *tiles, long num_rows, long num_blocks, long bytes,
                          long unit, long block_bytes) {
-    for (long row = 0; row < num_rows; row++) {
-        unsigned char *tile = tiles + row / TILE_ROWS * num_blocks * block_bytes;
-        tile += row % TILE_ROWS * (unit < 0 ? -unit : unit);
-        for (long block = 0; block < num_blocks; block++, plane += bytes, tile += block_bytes) {
-            if (unit == 4) spread_4(plane, tile, bytes);
-            else if (unit == 2) spread_2(plane, tile, bytes);
-            else if (unit == 1) spread_1(plane, tile, bytes);
-            else {
-                uint32_t bits;
-                memcpy(&bits, plane, 4);
-                bits = by_byte(bits);
-                memcpy(tile, &bits, 4);
-            }
+    long stride = num_blocks * bytes;
+    for (long row = 0; row < num_rows; row += TILE_ROWS, plane += (TILE_ROWS - 1) * stride) {
+        for (long block = 0; block < num_blocks; block++, plane += bytes, tiles += block_bytes) {
+            if (unit == 4) spread_4(plane, tiles, bytes, stride);
+            else if (unit == 2) spread_2(plane, tiles, bytes, stride);
+            else if (unit == 1) spread_1(plane, tiles, bytes, stride);
+            else spread_bits(plane, tiles, stride);
         }
     }
 }

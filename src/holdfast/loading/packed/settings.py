@@ -182,10 +182,10 @@ def _own_layouts(settings: Settings, make: Callable[[Settings], PackedLayout], o
             continue
         merged = {**settings.values, **own.values}
         found.append(make(Settings(merged, settings.file, own.section)))
-    return _told_apart(found)
+    return _joined(found)
 
 
-def _told_apart(layouts: Sequence[PackedLayout]) -> list[PackedLayout]:
+def _joined(layouts: Sequence[PackedLayout]) -> list[PackedLayout]:
     """Join layouts that differ in being symmetric, which headers do not show."""
     with_zeros = {replace(one, zeros="middle"): one for one in layouts if one.zeros != "middle"}
     found = [with_zeros.get(one, one) for one in layouts]
