@@ -90,6 +90,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "states alone": ({"num_hidden_layers": 2, "layer_types": [LINEAR] * 2}, "at least one full_attention"),
     "heads that do not divide": ({"linear_num_value_heads": 20}, "a multiple of linear_num_key_heads = 16"),
     "no key heads": ({"linear_num_key_heads": 0}, "linear_num_key_heads"),
+    "keys too wide for kernels": ({"linear_key_head_dim": 257}, "take up to 256 elements of a head"),
+    "values too wide for kernels": (
+        {"linear_value_head_dim": 512},
+        "linear_value_head_dim = 512, which is not supported",
+    ),
+    "interval beyond the layers": ({"num_hidden_layers": 3}, "full_attention_interval = 4. It must be at most 3"),
     "elements of text": ({"linear_key_head_dim": "128"}, "linear_key_head_dim"),
     "one tap": ({"linear_conv_kernel_dim": 1}, "a whole number from 2 to 8"),
     "nine taps": ({"linear_conv_kernel_dim": 9}, "a whole number from 2 to 8"),

@@ -13,7 +13,7 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.fit import fit_runner
 from holdfast.planning.ranks import cut_stages, rank_meshes, stage_costs
 from holdfast.planning.resolve import PlanRequest
-from holdfast.planning.stages import StageCosts, best_cuts
+from holdfast.planning.stages import StageCosts, best_cuts, most_stages
 from holdfast.planning.target import Target, gpu_target
 from holdfast.planning.terms import graph_term
 from planning.plan_cases import A100, H200, RTX4090, declared
@@ -59,6 +59,8 @@ def test_cuts_are_those_of_brute_force(data) -> None:
         and all(own & set(range(*layers)) for layers in cuts for own in needed)
     ]
     found = best_cuts(num_layers, num_stages, count_pages, weigh, shared, needed)
+    if not shared:
+        assert (num_stages <= most_stages(num_layers, needed)) == bool(allowed)
     if not allowed:
         assert found is None
         return

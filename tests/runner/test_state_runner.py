@@ -117,6 +117,18 @@ def test_snapshots_have_places_after_the_slots(tmp_path: Path, given: int | None
     assert rule is not None and rule.num_snapshots == count  # noqa: PT018
 
 
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [({"state_snapshots": 0}, True), ({"state_snapshots": 1}, False), ({"enable_prefix_caching": False}, False)],
+    ids=str,
+)
+def test_build_without_snapshots_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_said: bool
+) -> None:
+    build(tmp_path, **options)
+    assert caplog.text.count("no prompt of") == is_said
+
+
 def test_short_steps_are_refused(tmp_path: Path) -> None:
     with raises_code("plan.short_state_steps", ConfigError, value=63, needed=64):
         build(tmp_path, max_num_batched_tokens=63)

@@ -146,6 +146,13 @@ def test_usage_counts_cached_tokens_apart():
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 3)
 
 
+def test_usage_thoughts_are_at_most_the_answer() -> None:
+    """Text of broken characters encodes to more tokens than it was decoded from."""
+    counted = Counted(num_output_tokens=40, num_reasoning_tokens=47)
+    assert message_usage(counted)["output_tokens_details"] == {"thinking_tokens": 40}
+    assert counted.usage()["completion_tokens_details"] == {"reasoning_tokens": 40}
+
+
 def test_message_settings_reach_the_engine(client, rendered):
     sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 5, "stop_sequences": ["a", "b"], "max_tokens": 7}
     assert client.post("/v1/messages", json={"messages": user(said("x")), **sampling}).status_code == 200

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from holdfast.families.state.spec import StateSpec
+from holdfast.kernels.state.state_geometry import MAX_HEAD_DIM as MAX_STATE_DIM
 from holdfast.models.settings import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Settings
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -20,13 +21,12 @@ def read_state(settings: Settings, num_layers: int, *, is_joined: bool) -> State
     kinds = _layer_kinds(settings, num_layers)
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if len(layers) == num_layers:
-        wanted = f"at least one {FULL}: pages are planned by layers that attend to tokens"
-        raise settings.refuse("layer_types", list(kinds), wanted)
+        _refuse_states_alone(settings, kinds)
     keys = settings.count("linear_num_key_heads", 16, MAX_HEADS)
     values = settings.count("linear_num_value_heads", 32, MAX_HEADS)
     if values % keys:
         raise settings.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
-    key_dim, value_dim = (settings.count(f"linear_{name}_head_dim", 128, MAX_HEAD_DIM) for name in ("key", "value"))
+    key_dim, value_dim = (_head_dim(settings, f"linear_{name}_head_dim") for name in ("key", "value"))
     width = settings.count("linear_conv_kernel_dim", 4, MAX_CONV_WIDTH, low=2)
     gate = _output_gate(settings)
     if not layers:
@@ -43,6 +43,25 @@ def _layer_kinds(settings: Settings, num_layers: int) -> tuple[str, ...]:
     if len(kinds) != num_layers or set(kinds) - {FULL, LINEAR}:
         raise settings.refuse("layer_types", list(kinds), f"{FULL} or {LINEAR} for each of {num_layers} layers")
     return kinds
+
+
+def _refuse_states_alone(settings: Settings, kinds: tuple[str, ...]) -> None:
+    """Refuse a model without a layer that attends to tokens, by the key that says so."""
+    reason = "pages are planned by layers that attend to tokens"
+    if settings.texts("layer_types") is not None:
+        raise settings.refuse("layer_types", list(kinds), f"at least one {FULL}: {reason}")
+    key, most = "full_attention_interval", len(kinds)
+    raise settings.refuse(
+        key, settings.values.get(key, DEFAULT_INTERVAL), f"at most {most}, the number of layers: {reason}"
+    )
+
+
+def _head_dim(settings: Settings, key: str) -> int:
+    """Return the elements of a key or of a value."""
+    dim = settings.count(key, 128, MAX_HEAD_DIM)
+    if dim > MAX_STATE_DIM:
+        raise settings.unsupported(key, f"kernels of states take up to {MAX_STATE_DIM} elements of a head")
+    return dim
 
 
 def _output_gate(settings: Settings) -> Literal["silu", "sigmoid"]:

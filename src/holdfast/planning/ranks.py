@@ -25,7 +25,7 @@ from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.fit import RunnerPlan, plan_resolved, spare_bytes, try_fit
 from holdfast.planning.plan import with_advice
 from holdfast.planning.resolve import Agreed, PlanRequest, resolve
-from holdfast.planning.stages import Cuts, StageCosts, best_cuts
+from holdfast.planning.stages import Cuts, StageCosts, best_cuts, most_stages
 from holdfast.planning.target import Target
 
 PACKAGES = ("holdfast", "torch", "triton")
@@ -232,7 +232,7 @@ def cut_stages(
     needed = (state, frozenset(range(declared.num_layers)) - state) if state else ()
     cuts = best_cuts(declared.num_layers, num_stages, costs.count_pages, costs.weigh, shared, needed)
     if cuts is None:
-        maximum = min(map(len, needed), default=declared.num_layers - len(shared))
+        maximum = most_stages(declared.num_layers, needed) - len(shared)
         values = {"value": num_stages, "model": declared.name, "maximum": maximum}
         raise ConfigError("plan.too_many_stages", name="pipeline_parallel_size", **values)
     assert len(cuts) * size == len(targets), f"{cuts} for {len(targets)} ranks"

@@ -47,6 +47,15 @@ def best_cuts(
     return _smallest_largest(num_layers, num_stages, weight, *rules)
 
 
+def most_stages(num_layers: int, needed: Sequence[frozenset[int]]) -> int:
+    """Return the most stages of which each has a layer of every set in `needed`: each ends as soon as it has."""
+    num_stages, first = 0, 0
+    for last in range(1, num_layers + 1):
+        if not any(layers.isdisjoint(range(first, last)) for layers in needed):
+            num_stages, first = num_stages + 1, last
+    return num_stages
+
+
 def _smallest_largest(
     num_layers: int,
     num_stages: int,

@@ -94,7 +94,7 @@ def build_runner(
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
         agree(plan)
-    _log_choices(plan)
+    _log_choices(plan, config)
     log.info("device=%s because %s", device, device_reason)
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
@@ -123,12 +123,14 @@ def build_runner(
     return BuiltRunner(runner, build.storage, build.plan, ledger, profile, load_seconds, report, build.release)
 
 
-def _log_choices(plan: RunnerPlan) -> None:
+def _log_choices(plan: RunnerPlan, config: EngineConfig) -> None:
     """Log the choices of the plan and their reasons."""
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     if plan.context_note:
         log.warning("%s", plan.context_note)
+    if plan.state_rule is not None and plan.state_rule.num_snapshots == 0 and config.enable_prefix_caching:
+        log.warning("state_snapshots=0: no prompt of %s starts after a cached prefix", plan.declared.name)
     assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
     log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
 

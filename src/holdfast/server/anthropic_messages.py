@@ -350,5 +350,5 @@ def message_usage(counted: Counted) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": counted.num_cached_tokens,
         "output_tokens": counted.num_output_tokens,
-        "output_tokens_details": {"thinking_tokens": counted.num_reasoning_tokens or 0},
+        "output_tokens_details": {"thinking_tokens": counted.reasoning_tokens or 0},
     }

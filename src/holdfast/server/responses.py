@@ -192,7 +192,7 @@ def _usage(counted: Counted) -> dict[str, Any]:
         "input_tokens": counted.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": counted.num_cached_tokens},
         "output_tokens": counted.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": counted.num_reasoning_tokens or 0},
+        "output_tokens_details": {"reasoning_tokens": counted.reasoning_tokens or 0},
         "total_tokens": counted.num_prompt_tokens + counted.num_output_tokens,
     }
 

@@ -47,6 +47,13 @@ class Counted:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int | None = None
+    """Tokens of the thoughts' text, encoded again."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """At most the tokens of the answer: one broken character encodes to several."""
+        own = self.num_reasoning_tokens
+        return None if own is None else min(own, self.num_output_tokens)
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -57,7 +64,7 @@ class Counted:
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
         if self.num_reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
 
 
