@@ -19,6 +19,7 @@ pytestmark = QUIET
 EDGES = (-2, -1, 0, 1, 2)
 OTHER_KERNELS = {
     "attention": {
+        "output_gate:_gate_outputs_kernel",
         "rope_rows:_rope_rows_kernel",
         "write_kv:_scatter_pages_kernel",
         "write_kv:_write_kv_kernel",
