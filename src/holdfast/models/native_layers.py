@@ -46,8 +46,8 @@ class NativeLayers:
 
     @property
     def is_watched(self) -> bool:
-        """True if the projections of a step are measured between products."""
-        return self._backend.on_write is not None
+        """True if a step runs part by part: projections are measured, or the backend has another `attend` in its place."""
+        return self._backend.on_write is not None or "attend" in vars(self._backend)
 
     def begin(
         self, stream: Stream, batch: Batch, plan: StepPlan, attention: GroupedBuffers, mlp: MLPBuffers
