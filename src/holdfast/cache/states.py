@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 GRID = 64
-"""Tokens of a chunk of the state kernels: a prompt that is cut at multiples of it has the same bits as a whole one."""
+"""Tokens of a chunk of the state kernels. Cutting a prompt at multiples of it changes no bit."""
 SNAPSHOT_TOKENS = 8192
 NO_PLACE = -1
 
@@ -64,8 +64,8 @@ NOT_WRITTEN = Written(NO_PLACE, 0)
 class Snapshots:
     """Places 0 .. num_places - 1 of snapshots, free or held; the least recently used one that may go is evicted first.
 
-    A snapshot *between* others may go before all others: it divides a long prompt, or a longer prefix of the same
-    sequence has a snapshot too and no other sequence has branched off. To take one between evicts only such.
+    Snapshots *between* others are evicted first: they divide a long prompt, or a longer prefix of the same sequence
+    has a snapshot too and no other sequence has branched off. A new one between evicts only such snapshots.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -89,7 +89,7 @@ class Snapshots:
     def find(self, step: int, *, is_between: bool, own: Written = NOT_WRITTEN) -> int:
         """Return the place that a snapshot of `step` would take: a free one, or the next to evict; or NO_PLACE.
 
-        `own`: what the same sequence wrote last, on the way to this snapshot. It may go although it is in flight.
+        `own`: the last snapshot that the same sequence wrote. It can be evicted while its step is in flight.
         """
         free = (place for place in range(self.num_places) if place not in self.held)
         between = (place for place, own in self.held.items() if own)

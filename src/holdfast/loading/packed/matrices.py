@@ -1,4 +1,4 @@
-"""PackedMatrix: a packed matrix found in a checkpoint's headers, its tensors checked against the settings; no torch."""
+"""PackedMatrix: a packed matrix found in a checkpoint's headers, its tensors checked against the settings, and its scheme; no torch."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -9,6 +9,7 @@ from holdfast.loading.packed.layout import FLOATS, PackedLayout
 from holdfast.loading.packed.settings import TABLES, PackedSettings
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter
+from holdfast.quant.packed_schemes import PackedScheme, fp8_scheme, integer_scheme, mxfp4_scheme, nvfp4_scheme
 
 WEIGHT, BIAS, SHAPE = ".weight", ".bias", ".weight_shape"
 CODE_SUFFIXES = (".qweight", ".weight_packed")
@@ -249,3 +250,25 @@ def _check_dtype(entry: TensorEntry, accepted: Collection[str]) -> None:
 def packed_bytes(matrix: PackedMatrix, entries: Mapping[str, TensorEntry]) -> int:
     """Return the bytes on disk of a matrix and what is beside it."""
     return sum(entries[name].num_bytes for name in matrix.used | {matrix.codes})
+
+
+def scheme_of(matrix: PackedMatrix, entries: Mapping[str, TensorEntry]) -> PackedScheme:
+    """Return the scheme; scales keep their type, and a scale for several rows is kept by row."""
+    layout, form, scale_dtype = matrix.layout, matrix.layout.format, entries[matrix.scales].dtype
+    group = 0 if matrix.scale_columns == matrix.num_columns else matrix.scale_columns
+    if form.numbers == "e2m1":
+        return mxfp4_scheme(layout.title) if not form.second else nvfp4_scheme(layout.title, form.divides)
+    if form.numbers == "e4m3":
+        return fp8_scheme(layout.title, group, scale_dtype)
+    is_signed = form.numbers == "signed"
+    zero_dtype = "" if not matrix.zeros or layout.zeros == "middle" else "int8" if is_signed else "uint8"
+    bits = 8 if is_signed else layout.bits
+    scheme = integer_scheme(layout.title, bits, group, scale_dtype, zero_dtype, is_signed)
+    if not is_ordered(matrix):
+        return scheme
+    return scheme.ordered(matrix.num_groups, entries[matrix.groups].dtype)
+
+
+def is_ordered(matrix: PackedMatrix) -> bool:
+    """Return True if the settings declare act-order, and a tensor has the group of each input."""
+    return bool(matrix.groups) and matrix.layout.has_order

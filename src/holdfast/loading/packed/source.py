@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.packed.bands import BandReader, Bands
-from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
-from holdfast.loading.packed.schemes import is_ordered, scheme_of
+from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, is_ordered, packed_bytes, scheme_of
 from holdfast.loading.packed.settings import TABLES, PackedSettings
 from holdfast.loading.packed.tiles import STEP_ELEMENTS, WHOLE_BYTES, Span, scratch_bytes, tiles
 from holdfast.loading.sources.source import (
