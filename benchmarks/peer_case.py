@@ -73,6 +73,7 @@ def run_task(task: dict[str, Any], result: Path | None = None) -> dict[str, Any]
     found |= memory_facts(task, engine.llm)
     ready = allocator_counts(task)
     keep(found, result)
+    wait_for_turn(task)
     engine.seconds_of(every[:1], 4)  # the first request of an engine may be slower than later ones
     for batch in task["batches"]:
         engine.seconds_of(every[:batch], 1)  # fills the prefix cache
@@ -97,6 +98,14 @@ def run_task(task: dict[str, Any], result: Path | None = None) -> dict[str, Any]
     if task["engine"] == OURS:
         found["distinct_experts"] = distinct_experts(engine.llm, every, task["batches"])
     return found
+
+
+def wait_for_turn(task: dict[str, Any]) -> None:
+    """Wait for the gate of this engine, a file, if it shares the GPU with others."""
+    if "gate" in task:
+        gate = Path(task["gate"])
+        while not gate.exists():
+            time.sleep(0.05)
 
 
 def is_on_gpu(task: dict[str, Any]) -> bool:
