@@ -2,8 +2,8 @@
 
 Each engine runs in a fresh process, one after the other, with dummy weights, the same config.json and the same prompts
 (benchmarks/peer_case.py). A decode rate is the difference of two lengths of greedy output, by the best of two runs, after
-prompts in the prefix cache. A prefill is the time to one token of a long prompt. The GPU must be free again before the
-next engine starts.
+prompts in the prefix cache. A prefill is the time to one token of a long prompt, by one run from 30,000 tokens on. The GPU
+must be free again before the next engine starts.
 
 FOLDER is a folder of site-packages with vLLM, or has such a folder in parts: part-aa, part-ab, ... and first_bytes. The parts
 are two tar.xz archives, one after the other, and first_bytes is the size of the first. Without vLLM, Holdfast is measured
@@ -161,8 +161,8 @@ CASES: Mapping[str, PeerCase] = {
     "a3b-fp8": PeerCase("Qwen3-30B-A3B", "fp8", _seconds(65, 130), SMALL | FP8, SPARSE_OURS | FRESH, SPARSE_PEER),
     "v2lite": PeerCase("DeepSeek-V2-Lite", "bfloat16", _seconds(55, 120), SMALL, SPARSE_OURS, SPARSE_PEER),
     "gptoss-20b": PeerCase("gpt-oss-20b", "mxfp4", _seconds(55, 130), SMALL, SPARSE_OURS, SPARSE_PEER),
-    "32b-ttft": _first_tokens("bfloat16, YaRN", _seconds(110, 170), {}),
-    "32b-k8v4-ttft": _first_tokens("k8v4 pages, YaRN", _seconds(110, 200), K8V4),
+    "32b-ttft": _first_tokens("bfloat16, YaRN", _seconds(80, 140), {}),
+    "32b-k8v4-ttft": _first_tokens("k8v4 pages, YaRN", _seconds(80, 170), K8V4),
 }
 
 
