@@ -52,7 +52,7 @@ class DeferredGraphs(StepGraphs):
 @contextmanager
 def first_stage(folder: Path, device: DeferredDevice) -> Iterator[tuple[Runner, list[torch.Tensor]]]:
     """For two, as on a GPU but for the interpreter; and what it sends on, step by step."""
-    config = EngineConfig.from_options(**OPTIONS | {"max_num_seqs": 8})
+    config = EngineConfig.from_options(**OPTIONS | {"max_num_seqs": 8, "dtype": "float16"})
     model = open_model(str(write_model(folder, "llama")), "dummy")
     mesh = meshes(1, [(0, 1), (1, 2)])[0]
     load, plan = building.plan_model(config, model, gpu_target(H200), mesh=mesh)
@@ -77,6 +77,7 @@ def first_stage(folder: Path, device: DeferredDevice) -> Iterator[tuple[Runner, 
                     declaration, specs, storage, replace(inputs, num_sms=4)
                 )
             )
+            assert runner.backend.name == "triton_paged", "on a GPU it computes in half precision alone"
             runner.graphs = DeferredGraphs(runner, device)
             yield runner, sent
     finally:
