@@ -156,6 +156,7 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
         min=lambda values, axis: values.amin(axis),
         max=lambda values, axis: values.amax(axis),
         sum=lambda values, axis: values.sum(axis, dtype=values.dtype),
+        rsqrt=torch.rsqrt,
         full_like=torch.full_like,
         expand_dims=lambda values, axis: values.unsqueeze(axis),
         convert_layout=lambda values, layout: values,

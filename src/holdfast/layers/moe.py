@@ -13,9 +13,8 @@ from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
 from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
-from holdfast.kernels.moe.expert_row import down_row_add
+from holdfast.kernels.moe.expert_row import down_row_add, takes_down_row
 from holdfast.kernels.moe.expert_sum import ExpertOutputs, add_experts, sum_experts
 from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
@@ -234,7 +233,7 @@ class ExpertLayer:
         if self._sharing is not None:
             made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded)
             return add_part(self._sharing.exchange, self._sharing.leave_part(made), stream)
-        if num_rows == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
+        if num_rows == 1 and self.shared is None and takes_down_row(finished_TH, self.gate_up, self.down):
             active_PI = self._gate_and_up(finished_TH, self._order(ids_TS, buffers), buffers, is_coded)
             return down_row_add(active_PI, self.down, ids_TS, shares_TS, biases.down_EH, stream)
         return add_experts(self._multiply(finished_TH, buffers, is_coded), stream)

@@ -26,6 +26,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     row_amax,
 )
+from holdfast.kernels.gemm.packed_small_batch import unsupported
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear, takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
@@ -37,10 +38,10 @@ from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str | None:
-    """Return None, or why these weights cannot: all must be plain, or all must have eight bits and row scales.
+def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None, has_amax: bool = True) -> str | None:
+    """Return None, or why these weights cannot: all must be plain or packed, or all must have eight bits and row scales.
 
-    `head` is None if another stage has it.
+    `head` is None if another stage has it. `has_amax`: the plan has scratch for the amax of quantized rows.
     """
     blocks = [layer.mlp for layer in layers]
     if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
@@ -54,8 +55,10 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str
             "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"
         )
     weights = [weight for layer in layers for weight in _products(layer)]
-    if any(isinstance(weight, PackedWeight) for weight in (*weights, *_expert_weights(blocks), head)):
-        return "weights stay packed as the checkpoint stores them"
+    if any(isinstance(weight, PackedWeight) for weight in (*weights, head)):
+        return _packed_declined(layers, weights, head)
+    if not has_amax and any(isinstance(weight, QuantizedWeight) for weight in weights):
+        return "weights are quantized as the checkpoint stores them, and the plan has no scratch for their amax"
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
     if isinstance(head, QuantizedWeight) and (plain == len(weights) or not takes_weight(head)):
@@ -69,8 +72,21 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _expert_weights(blocks: Sequence[object]) -> list[AnyWeight]:
-    return [weight for block in blocks if isinstance(block, ExpertLayer) for weight in (block.gate_up, block.down)]
+def _packed_declined(
+    layers: Sequence[DecoderLayer[Any]], weights: Sequence[AnyWeight], head: AnyWeight | None
+) -> str | None:
+    """Return None, or why weights that are packed in part cannot."""
+    if any(isinstance(weight, QuantizedWeight) for weight in (*weights, head)):
+        return "some weights are packed and others quantized"
+    mlps = (layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP))
+    gated_or_added = [
+        *(layer.attention.o for layer in layers),
+        *(one for mlp in mlps for one in (mlp.gate_up, mlp.down)),
+    ]
+    whole = {id(product.weight_NK) for product in gated_or_added}
+    packed = (weight for weight in (*weights, head) if isinstance(weight, PackedWeight))
+    reasons = (unsupported(weight, takes_parts=id(weight) not in whole) for weight in packed)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _products(layer: DecoderLayer[Any]) -> list[AnyWeight]:

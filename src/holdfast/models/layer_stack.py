@@ -175,7 +175,8 @@ class LayerStack(StepWorkspace):
 
     def fused_decode_declined(self) -> str | None:
         """Return None, or why the loaded weights cannot take the fused decode path."""
-        return fused_decode.declined(self.layers, self._head_VE)
+        has_amax = activations.layer_scheme(self._spec, self._recipe) is not None
+        return fused_decode.declined(self.layers, self._head_VE, has_amax)
 
     def _fused_decode(self) -> FusedDecode | None:
         """Build the fused decode path, unless the loaded weights cannot take it."""

@@ -11,7 +11,7 @@ between two of them happens in the epilogue of the first and the prologue of the
                silu(gate) * up                             gated: the upper and the lower half of the weight's rows
                x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
-A weight is plain, or has 8 bits and a scale per row. For e4m3 the prologue quantizes rows: their producer stored amax
+A weight is packed (kernels/gemm/packed_small_batch.py), plain, or has 8 bits and a scale per row. For e4m3 the prologue quantizes rows: their producer stored amax
 by block, which gives the scale. For int8 rows are not quantized. A deferred RMSNorm does not change a row's codes: 1 /
 rms is a factor of the whole row, like its scale.
 
@@ -36,6 +36,7 @@ from holdfast.kernels.gemm.gemv import (
     row_form,
     sum_partials,
 )
+from holdfast.kernels.gemm.packed_small_batch import packed_batch_linear, packed_linear_add, packed_normed_linear
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
@@ -47,7 +48,7 @@ from holdfast.kernels.triton_compat import (
     release_then_wait,
     tl,
 )
-from holdfast.quant.packed_weight import AnyWeight
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -72,6 +73,8 @@ def normed_linear(
     scratch: SmallBatchScratch,
 ) -> Tensor:
     """Compute norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
+    if isinstance(weight, PackedWeight):
+        return packed_normed_linear(rows, weight, bias_N, gated, y_MN, scratch)
     _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
     return y_MN
 
@@ -85,6 +88,8 @@ def small_batch_linear(
     amax: RowAmax | None = None,
 ) -> Tensor:
     """Compute a @ weight.T + bias into `y_MN` without prologue or epilogue: a rank's part of a sum."""
+    if isinstance(weight, PackedWeight):
+        return packed_batch_linear(a_MK, weight, bias_N, y_MN)
     _launch(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
     return y_MN
 
@@ -97,6 +102,8 @@ def linear_add(
     amax: RowAmax | None = None,
 ) -> NormedRows:
     """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` is that of `a`, if the weight quantizes rows."""
+    if isinstance(weight, PackedWeight):
+        return packed_linear_add(a_MK, weight, bias_N, stream)
     num_blocks = _launch(a_MK, weight, bias_N, stream.x_MN, stream.scratch, stream=stream, amax=amax)
     return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 

@@ -2,7 +2,7 @@
 
 S experts of the token, N outputs, K inputs
 
-The kernel quantizes its input while reading it. A program computes some outputs of all experts and loads their weights
+Tiles take packed weights (kernels/gemm/packed_mma.py). For others the kernel quantizes its input while reading it. A program computes some outputs of all experts and loads their weights
 before the gate and up kernel ends (see kernels/moe/deep_gemv.py).
 """
 
@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes
+from holdfast.kernels.gemm import packed_mma
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm_reference
 from holdfast.kernels.gemm.gemv import GemvBlocks
+from holdfast.kernels.gemm.packed_small_batch import room_of
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
-from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
+from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products, takes_deep_loads
 from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.packed_kernels import has_tiles
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
-from holdfast.quant.packed_weight import AnyWeight
+from holdfast.quant.packed_values import dequantize_rows
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
@@ -27,6 +31,14 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantiz
 
 MAX_REGISTERS = 100
 """Most registers per thread for weights and sums."""
+
+
+def takes_down_row(x_1K: Tensor, gate_up: AnyWeight, down: AnyWeight) -> bool:
+    """Return True if `down_row_add` takes the second product, and the first triggers it after its own wait."""
+    if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        tiled = (len(one.parts) == 1 and has_tiles(one.parts[0].scheme, one.shape[-1]) for one in (gate_up, down))
+        return packed_mma.takes_rows(x_1K) and all(tiled)
+    return takes_deep_loads(gate_up) and takes_deep_loads(down)
 
 
 def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> GemvBlocks:
@@ -72,7 +84,7 @@ def down_row_add_reference(
     it triggers this one, as deep GEMVs do.
     """
     rows_SK, x_1N = active_SK.float(), stream.x_MN
-    if _kind(weight) == OperandKind.FP8_ROWS:
+    if not isinstance(weight, PackedWeight) and _kind(weight) == OperandKind.FP8_ROWS:
         scales_S1 = (rows_SK.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
         codes_SK = (rows_SK * (1.0 / scales_S1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         rows_SK = codes_SK.float() * scales_S1
@@ -90,8 +102,13 @@ def _numbers(weight: AnyWeight, expert: int) -> Tensor:
     """Return an expert's weight in float32."""
     if isinstance(weight, Tensor):
         return weight[expert].float()
-    assert isinstance(weight, QuantizedWeight), "packed weights have products of their own"
     size_n = weight.shape[1]
+    if isinstance(weight, PackedWeight):
+        values = torch.empty(weight.shape[1:], device=weight.parts[0].planes[0].device)
+        for part in weight.parts:
+            rows_RK = values[part.row_start : part.row_start + part.num_rows]
+            dequantize_rows(part, expert, (0, part.num_rows), rows_RK)
+        return values
     return dequantize(weight, (expert * size_n, (expert + 1) * size_n))
 
 
@@ -103,7 +120,11 @@ def down_row_add_triton(
     bias_EN: Tensor | None,
     stream: ResidualStream,
 ) -> NormedRows:
-    """Launch one program for some outputs of all experts, summed in a fixed order."""
+    """Launch one program for some outputs of all experts, summed in a fixed order; tiles have one for each expert."""
+    if isinstance(weight, PackedWeight):
+        (part,), fusion = weight.parts, packed_mma.Fusion(stream=stream, shares_1S=shares_1S)
+        room_X = room_of(weight, part, active_SK)
+        return packed_mma.packed_experts_add(active_SK, part, bias_EN, expert_ids_1S, room_X, fusion)
     x_1N, norm_weight_N, eps, scaled_1N, scratch = stream
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
