@@ -26,6 +26,7 @@ from holdfast.kernels.state.delta_inputs import (
     normed_heads,
     write_strength,
 )
+from holdfast.kernels.state.scan_warpgroups import scan_in_warpgroups, takes_warpgroups
 from holdfast.kernels.state.state_geometry import BLOCK_ROWS, CHUNK_ROWS, COEFFICIENTS
 from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
@@ -132,6 +133,10 @@ def delta_chunks_triton(
         b_TH, rows.chunks_M4, systems, systems.view(scores.dtype), b_TH.stride(0), NUM_HEADS=num_heads,
         CHUNK=CHUNK_ROWS, BLOCK=BLOCK_ROWS, num_warps=1, **flags,
     )  # fmt: skip
+    if takes_warpgroups(inputs, state_PHKV):
+        inverses = systems.view(scores.dtype)
+        scan_in_warpgroups(inputs, rows, inverses, scores, coefficients, state_PHKV, out_THV)
+        return
     block_v = scan_values(num_heads, value_dim, scores.dtype, inputs.by_channel)
     chunk_scan_kernel[(-(-value_dim // block_v) * num_heads, len(rows.sequences_N4))](
         q_TGK, k_TGK, v_THV, rows.sequences_N4, systems.view(scores.dtype), scores, coefficients, decays, state_PHKV,
