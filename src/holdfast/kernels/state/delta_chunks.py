@@ -26,15 +26,16 @@ from holdfast.kernels.state.delta_inputs import (
     normed_heads,
     write_strength,
 )
+from holdfast.kernels.state.scan_warpgroups import scan_in_warpgroups, takes_warpgroups
 from holdfast.kernels.state.state_geometry import BLOCK_ROWS, CHUNK_ROWS, COEFFICIENTS
 from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
-VALUES_PER_PROGRAM = 32
+VALUES_PER_PROGRAM = 64
 """Fewest columns of a state that a program carries from chunk to chunk."""
 WAVE_PROGRAMS = 132
 """Programs that run at once on an H200: their shared memory allows one per SM."""
-SCAN_STAGES = 2
+SCAN_STAGES = 3
 """Chunks whose inputs are in flight."""
 
 
@@ -124,10 +125,18 @@ def delta_chunks_triton(
     }  # fmt: skip
     flags = pdl_flags(state_PHKV)
     chunk_systems_kernel[(len(rows.chunks_M4), num_heads)](
-        q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, systems.view(scores.dtype), scores,
+        q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, scores,
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
         EPS=NORM_EPS, BLOCK=BLOCK_ROWS, **sizes, num_warps=4, **flags,
     )  # fmt: skip
+    chunk_inverse_kernel[(len(rows.chunks_M4), num_heads)](
+        b_TH, rows.chunks_M4, systems, systems.view(scores.dtype), b_TH.stride(0), NUM_HEADS=num_heads,
+        CHUNK=CHUNK_ROWS, BLOCK=BLOCK_ROWS, num_warps=1, **flags,
+    )  # fmt: skip
+    if takes_warpgroups(inputs, state_PHKV):
+        inverses = systems.view(scores.dtype)
+        scan_in_warpgroups(inputs, rows, inverses, scores, coefficients, state_PHKV, out_THV)
+        return
     block_v = scan_values(num_heads, value_dim, scores.dtype, inputs.by_channel)
     chunk_scan_kernel[(-(-value_dim // block_v) * num_heads, len(rows.sequences_N4))](
         q_TGK, k_TGK, v_THV, rows.sequences_N4, systems.view(scores.dtype), scores, coefficients, decays, state_PHKV,
@@ -170,32 +179,43 @@ def halves(b_x, TYPE: constexpr):
 
 @jit
 def dot_wide(b_x, b_y):
-    """Return x @ y of inputs x and float32 y."""
-    if b_x.dtype == tl.float32:
+    """Return x @ y of float32 x and inputs y."""
+    if b_y.dtype == tl.float32:
         return tl.dot(b_x, b_y, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_y, b_x.dtype)
-        return tl.dot(b_x, b_high, tl.dot(b_x, b_low))
+        b_high, b_low = halves(b_x, b_y.dtype)
+        return tl.dot(b_high, b_y, tl.dot(b_low, b_y))
 
 
 @jit
-def dot_wider(b_x_high, b_x_low, b_y):
-    """Return x @ y of float32 x in halves and float32 y."""
-    if b_x_high.dtype == tl.float32:
-        return tl.dot(b_x_high, b_y, input_precision="tf32x3")
+def dot_wide_pair(b_x, b_y, b_z):
+    """Return x @ y and x @ z of float32 x and inputs y and z, without both halves of x in registers at once."""
+    if b_y.dtype == tl.float32:
+        return tl.dot(b_x, b_y, input_precision="tf32x3"), tl.dot(b_x, b_z, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_y, b_x_high.dtype)
-        return tl.dot(b_x_high, b_high, tl.dot(b_x_high, b_low, tl.dot(b_x_low, b_high)))
+        b_high, b_low = halves(b_x, b_y.dtype)
+        b_xy, b_xz = tl.dot(b_low, b_y), tl.dot(b_low, b_z)
+        return tl.dot(b_high, b_y, b_xy), tl.dot(b_high, b_z, b_xz)
+
+
+@jit
+def dot_wider(b_x, b_y_high, b_y_low):
+    """Return x @ y of float32 x and float32 y in halves."""
+    if b_y_high.dtype == tl.float32:
+        return tl.dot(b_x, b_y_high, input_precision="tf32x3")
+    else:
+        b_high, b_low = halves(b_x, b_y_high.dtype)
+        return tl.dot(b_high, b_y_high, tl.dot(b_low, b_y_high, tl.dot(b_high, b_y_low)))
 
 
 @jit
 def chunk_systems_kernel(
-    p_q, p_k, p_a, p_b, p_log_rate, p_bias, p_chunks, p_systems, p_inverses, p_scores, p_coefficients, p_decays,
+    p_q, p_k, p_a, p_b, p_log_rate, p_bias, p_chunks, p_systems, p_scores, p_coefficients, p_decays,
     q_stride, k_stride, a_stride, b_stride, scale,
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, BY_CHANNEL: constexpr, CHUNK: constexpr,
     NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, EPS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Write the scores of a chunk, the inverse of its system times beta, and the coefficients of its rows.
+    """Write the system of a chunk, its scores, and the coefficients of its rows.
 
     Coefficients are, by row, those of the key that reads, of the query, of the key that writes, and in the last plane
     the decay of the whole chunk. With gates by channel, decays are left out of them: their sums are stored instead.
@@ -247,17 +267,14 @@ def chunk_systems_kernel(
             b_decay = tl.exp(tl.where(o_i >= o_j, b_sum[:, None] - b_sum[None, :], 0.0)) * b_k_scale[None, :]
             b_k_rows = tl.trans(b_k)
             b_system = dot_exact(b_k, b_k_rows) * (b_beta * b_k_scale)[:, None] * b_decay
-            tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0))
+            m_lower = o_i // BLOCK >= o_j // BLOCK  # other blocks are never read
+            tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0), mask=m_lower)
             b_score = dot_exact(b_q, b_k_rows) * b_q_scale[:, None] * b_decay
             tl.store(p_score + o_i * CHUNK + o_j, tl.where(o_i >= o_j, b_score, 0.0).to(p_scores.dtype.element_ty))
             tl.store(p_coefficient, b_k_scale * tl.exp(b_sum))
             tl.store(p_coefficient + CHUNK, b_q_scale * tl.exp(b_sum))
             tl.store(p_coefficient + 2 * CHUNK, b_k_scale * tl.exp(last - b_sum))
             tl.store(p_coefficient + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp(last))
-        tl.debug_barrier()  # blocks of the system are read by other threads
-        PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
-        p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK
-        invert_system(p_system, p_inverse, p_b + i_head, b_stride, first, size, CHUNK, BLOCK)
 
 
 @jit
@@ -315,21 +332,41 @@ def channel_block(
 
 
 @jit
-def invert_system(p_system, p_inverse, p_b, b_stride, first, size, CHUNK: constexpr, BLOCK: constexpr):
-    """Store (I + A)^-1 with its columns times beta, in one plane of float32 or in halves.
+def chunk_inverse_kernel(
+    p_b, p_chunks, p_systems, p_inverses, b_stride,
+    NUM_HEADS: constexpr, CHUNK: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Replace a system A by (I + A)^-1 with its columns times beta, in one plane of float32 or in halves.
 
-    Diagonal blocks are inverted row by row, which stays exact for equal keys; powers of A would grow beyond float32.
+    One warp a system: no step waits for another warp. Diagonal blocks are solved column by column, which stays exact for
+    equal keys; powers of A would grow beyond float32.
     """
+    release_then_wait(PDL)
+    p_chunk = p_chunks + tl.program_id(0) * 4
+    size = tl.load(p_chunk + 2)
+    if size > 0:
+        i_head = tl.program_id(1)
+        first = tl.load(p_chunk + 1)
+        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS + i_head
+        PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
+        p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK
+        p_system = p_systems + i_tile * CHUNK * CHUNK
+        invert_system(p_system, p_inverse, p_b + i_head, b_stride, first, size, CHUNK, BLOCK)
+
+
+@jit
+def invert_system(p_system, p_inverse, p_b, b_stride, first, size, CHUNK: constexpr, BLOCK: constexpr):
+    """Store the inverse of a system, which it overwrites."""
     NUM_BLOCKS: constexpr = CHUNK // BLOCK
     tl.static_assert(NUM_BLOCKS == 4)
     o_n, o_i, o_j = tl.arange(0, NUM_BLOCKS), tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     o_diagonal = o_n[:, None, None] * (BLOCK * CHUNK + BLOCK) + o_i[None, :, None] * CHUNK + o_j[None, None, :]
     b_a = tl.load(p_system + o_diagonal)
     b_x = tl.where(o_i[None, :, None] == o_j[None, None, :], 1.0, 0.0) + tl.zeros_like(b_a)
-    for i in range(1, BLOCK):
-        m_row = o_i[None, :, None] == i
-        b_row = tl.sum(tl.where(m_row, b_a, 0.0), axis=1)
-        b_x = tl.where(m_row, b_x - tl.sum(b_row[:, :, None] * b_x, axis=1)[:, None, :], b_x)
+    for j in range(BLOCK - 1):
+        b_column = tl.sum(tl.where(o_j[None, None, :] == j, b_a, 0.0), axis=2)
+        b_row = tl.sum(tl.where(o_i[None, :, None] == j, b_x, 0.0), axis=1)
+        b_x = b_x - b_column[:, :, None] * b_row[:, None, :]
     b_00, b_11, b_22, b_33 = block_of(b_x, 0), block_of(b_x, 1), block_of(b_x, 2), block_of(b_x, 3)
     o_block = o_i[:, None] * CHUNK + o_j[None, :]
     b_a_10 = tl.load(p_system + BLOCK * CHUNK + o_block)
@@ -377,7 +414,7 @@ def block_of(b_x, NUMBER: constexpr):
 
 @jit
 def dot_small(b_x, b_y):
-    return tl.dot(b_x, b_y, input_precision="ieee")
+    return tl.dot(b_x, b_y, input_precision="tf32x3")
 
 
 @jit
@@ -407,7 +444,11 @@ def chunk_scan_kernel(
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, VALUE_DIM: constexpr, BY_CHANNEL: constexpr,
     CHUNK: constexpr, NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows."""
+    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows.
+
+    All products are transposed: the state, what rows read and what they write stay in registers as left operands, and
+    right operands are inputs as they lie in memory. So no product waits for shared memory that another one fills.
+    """
     release_then_wait(PDL)
     NUM_BLOCKS: constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
@@ -423,58 +464,59 @@ def chunk_scan_kernel(
         o_k = tl.arange(0, BLOCK_K)
         o_v = tl.program_id(0) % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
         m_k = o_k < KEY_DIM
-        m_v = (o_v < VALUE_DIM)[None, :]
-        m_state = m_k[:, None] & m_v
+        m_v = (o_v < VALUE_DIM)[:, None]
+        m_state = m_k[None, :] & m_v
         p_tile = p_state + i_place * state_stride + i_head * KEY_DIM * VALUE_DIM
-        p_tile = p_tile + o_k[:, None] * VALUE_DIM + o_v[None, :]
+        p_tile = p_tile + o_k[None, :] * VALUE_DIM + o_v[:, None]
         b_state = tl.load(p_tile, mask=m_state & has_state, other=0.0)
         p_keys = p_k + i_head // GROUP * KEY_DIM + o_k[None, :]
         p_queries = p_q + i_head // GROUP * KEY_DIM + o_k[None, :]
-        p_values = p_v + i_head * VALUE_DIM + o_v[None, :]
-        p_outs = p_out + i_head * VALUE_DIM + o_v[None, :]
+        p_values = p_v + i_head * VALUE_DIM + o_v[:, None]
+        p_outs = p_out + i_head * VALUE_DIM + o_v[:, None]
         o_square = o_c[:, None] * CHUNK + o_c[None, :]
         for start in range(0, num_rows, CHUNK):
             i_tile = chunk_slot(i_seq, first + start, CHUNK) * NUM_HEADS + i_head
-            o_row = (first + start).to(tl.int64) + o_c[:, None]
-            m_c = (start + o_c < num_rows)[:, None]
-            b_k = tl.load(p_keys + o_row * k_stride, mask=m_c & m_k[None, :], other=0.0)
-            b_q = tl.load(p_queries + o_row * q_stride, mask=m_c & m_k[None, :], other=0.0)
-            b_v = tl.load(p_values + o_row * v_stride, mask=m_c & m_v, other=0.0)
+            o_row = (first + start).to(tl.int64) + o_c
+            m_c = start + o_c < num_rows
+            b_k = tl.load(p_keys + o_row[:, None] * k_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
+            b_q = tl.load(p_queries + o_row[:, None] * q_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
+            b_v = tl.load(p_values + o_row[None, :] * v_stride, mask=m_c[None, :] & m_v, other=0.0).to(tl.float32)
             p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK + o_square
-            b_inverse = tl.load(p_inverse)
-            b_inverse_low = tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK)
-            b_score = tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square)
+            b_inverse = tl.trans(tl.load(p_inverse))
+            b_inverse_low = tl.trans(tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK))
+            b_score = tl.trans(tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square))
             p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK
-            b_k_scale = tl.load(p_coefficient + o_c)[:, None]
-            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)[:, None]
-            p_rows, m_rows = p_outs + o_row * out_stride, m_c & m_v
+            b_k_scale = tl.load(p_coefficient + o_c)
+            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)
+            b_write_scale = tl.load(p_coefficient + 2 * CHUNK + o_c)
+            last = tl.load(p_coefficient + 3 * CHUNK)
+            p_rows, m_rows = p_outs + o_row[None, :] * out_stride, m_c[None, :] & m_v
             if BY_CHANNEL:
                 p_sums = p_decays + i_tile * CHUNK * KEY_DIM + o_k
                 b_sum = tl.load(p_sums[None, :] + o_c[:, None] * KEY_DIM, mask=m_k[None, :], other=0.0)
                 b_last = tl.load(p_sums + (CHUNK - 1) * KEY_DIM, mask=m_k, other=0.0)
                 b_decay = tl.exp(b_sum)
-                b_high, b_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
-                b_read = dot_wider(b_high, b_low, b_state)
-                b_high, b_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
-                b_out = dot_wider(b_high, b_low, b_state)
-                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                b_high, b_low = halves(tl.trans(b_k.to(tl.float32) * (b_k_scale[:, None] * b_decay)), TYPE)
+                b_read = dot_wider(b_state, b_high, b_low)
+                b_high, b_low = halves(tl.trans(b_q.to(tl.float32) * (b_q_scale[:, None] * b_decay)), TYPE)
+                b_out = dot_wider(b_state, b_high, b_low)
+                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_high, b_low = halves(
-                    tl.trans(b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))), TYPE
-                )
-                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_high, b_low, b_write)
+                b_key_scale = b_k_scale[:, None] * tl.exp(b_last[None, :] - b_sum)
+                b_high, b_low = halves(b_k.to(tl.float32) * b_key_scale, TYPE)
+                b_state = b_state * tl.exp(b_last)[None, :] + dot_wider(b_write, b_high, b_low)
             else:
-                b_read = dot_wide(b_k, b_state) * b_k_scale
-                b_out = dot_wide(b_q, b_state) * b_q_scale
-                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
+                b_read, b_out = dot_wide_pair(b_state, tl.trans(b_k), tl.trans(b_q))
+                b_read = b_read * b_k_scale[None, :]
+                b_out = b_out * b_q_scale[None, :]
+                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_write = b_write * tl.load(p_coefficient + 2 * CHUNK + o_c)[:, None]
-                b_state = b_state * tl.load(p_coefficient + 3 * CHUNK) + dot_wide(tl.trans(b_k), b_write)
+                b_state = b_state * last + dot_wide(b_write * b_write_scale[None, :], b_k)
         tl.store(p_tile, b_state, mask=m_state)
 
 
 @jit
 def store_outputs(p_rows, b_out, b_score, b_write, m_rows):
     """Add what rows of the chunk wrote, and store outputs."""
-    b_out += dot_exact(b_score, b_write.to(b_score.dtype))
+    b_out += dot_exact(b_write.to(b_score.dtype), b_score)
     tl.store(p_rows, b_out.to(p_rows.dtype.element_ty), mask=m_rows)
