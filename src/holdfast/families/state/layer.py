@@ -15,9 +15,12 @@ from holdfast.families.state.spec import SCRATCH, StateSpec
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.state.causal_conv import causal_conv
 from holdfast.kernels.state.delta_chunks import delta_chunks
+from holdfast.kernels.state.delta_drafts import delta_drafts
 from holdfast.kernels.state.delta_inputs import DeltaInputs
 from holdfast.kernels.state.delta_step import delta_step
 from holdfast.kernels.state.gated_norm import gated_norm
+from holdfast.kernels.state.kept_drafts import KeptDrafts
+from holdfast.kernels.state.state_geometry import ACCEPTED
 from holdfast.kernels.state.state_rows import StateRows
 from holdfast.layers.mlp import Linear
 from holdfast.layers.parts import LayerParts
@@ -88,14 +91,18 @@ class StateLayer:
 
     def _attend(self, rows: StateRows, buffers: StateBuffers, out_TV: torch.Tensor) -> None:
         """Run what lies between the products: `projected_TX` and `gate_inputs_TX` to `out_TV`."""
-        spec, weights, (conv_PCW, recurrent_PHKV) = self._spec, self._weights, self._states
+        spec, weights, (conv_PCW, recurrent_PHKV, drafts) = self._spec, self._weights, self._states
+        kept = KeptDrafts(*drafts, accepted_SDC=buffers.scratch[ACCEPTED]) if drafts else None
         x_TC, z_TV = buffers.projected_TX.split((spec.num_channels, spec.value_size), dim=1)
         b_TH, a_TH = buffers.gate_inputs_TX.chunk(2, dim=1)
-        causal_conv(x_TC, rows, weights.conv_CW, conv_PCW, buffers.mixed_TC)
+        causal_conv(x_TC, rows, weights.conv_CW, conv_PCW, buffers.mixed_TC, kept=kept)
         heads = spec.key_heads, spec.key_dim, spec.value_heads, spec.value_dim
         inputs = DeltaInputs.of(buffers.mixed_TC, *heads, a_TH, b_TH, weights.A_log_H, weights.dt_bias_H)
         out_THV, z_THV = (x_TV.unflatten(1, (spec.value_heads, spec.value_dim)) for x_TV in (out_TV, z_TV))
-        delta_step(inputs, rows, recurrent_PHKV, out_THV)
+        if kept is None:
+            delta_step(inputs, rows, recurrent_PHKV, out_THV)
+        else:
+            delta_drafts(inputs, rows, recurrent_PHKV, out_THV, kept)
         if rows.chunks_M4 is not None:
             delta_chunks(inputs, rows, recurrent_PHKV, out_THV, buffers.scratch)
         gated_norm(out_THV, z_THV, weights.norm_D, weights.eps, out_THV, spec.output_gate)

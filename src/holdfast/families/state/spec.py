@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from holdfast.cache.places import CONV, RECURRENT, StatePart
+from holdfast.kernels.state.state_geometry import draft_specs
 from holdfast.memory.workspace_plan import TensorSpec
 
 SCRATCH = "state."
 """Prefix of a state backend's scratch among the scratch of a model's backends."""
+LISTS, DRAFTS = "states/lists", "states/drafts"
+"""Owners of what a state backend holds for life."""
 RECURRENT_DTYPE = "float32"
 
 
@@ -114,3 +117,14 @@ class StateLayers(NamedTuple):
     """torch's name of the type of activations."""
     device_kind: str
     """cpu or cuda."""
+    num_drafts: int = 0
+    """Most draft tokens of a sequence in a step."""
+
+    def kept_drafts(self, max_num_seqs: int) -> tuple[TensorSpec, ...]:
+        """Declare what slots keep of draft tokens between steps; empty without draft tokens."""
+        if not self.num_drafts:
+            return ()
+        spec = self.spec
+        gates = (spec.value_heads,) if spec.gate == "head" else (spec.value_heads, spec.key_dim)
+        sizes = len(spec.layers), max_num_seqs, self.num_drafts, spec.num_channels
+        return draft_specs(*sizes, gates, self.dtype)
