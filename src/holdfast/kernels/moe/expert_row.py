@@ -15,6 +15,7 @@ from holdfast.kernels.gemm.gemv import GemvBlocks
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 from holdfast.quant.packed_weight import AnyWeight
@@ -104,7 +105,7 @@ def down_row_add_triton(
     stream: ResidualStream,
 ) -> NormedRows:
     """Launch one program for some outputs of all experts, summed in a fixed order."""
-    x_1N, norm_weight_N, eps, scaled_1N, scratch = stream
+    x_1N, norm_weight_N, eps, scaled_1N, scratch, offset = stream
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
@@ -115,7 +116,7 @@ def down_row_add_triton(
         active_SK, codes, weight_scales, x_1N if bias_EN is None else bias_EN, expert_ids_1S, shares_1S, x_1N,
         norm_weight_N, scaled_1N, scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed,
         size_n, size_k,
-        KIND=int(_kind(weight)), HAS_BIAS=bias_EN is not None, HAS_AMAX=scratch.amax is not None,
+        KIND=int(_kind(weight)), HAS_BIAS=bias_EN is not None, HAS_AMAX=scratch.amax is not None, OFFSET=offset,
         EVEN=size_k == blocks.block_k * blocks.depth,
         COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1, TOP_K=top_k,
         BLOCK_S=next_power_of_two(top_k), BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k, DEPTH=blocks.depth,
@@ -140,8 +141,8 @@ def _deep_amax(b_x, DEPTH: constexpr):
 def _down_kernel(
     p_active, p_weight, p_scales, p_bias, p_ids, p_shares, p_x, p_norm_weight, p_scaled, p_squares, p_amax,
     size_n, size_k,
-    KIND: constexpr, HAS_BIAS: constexpr, HAS_AMAX: constexpr, EVEN: constexpr, COLUMNS_AT_A_TIME: constexpr,
-    TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, PLAIN: constexpr,
+    KIND: constexpr, HAS_BIAS: constexpr, HAS_AMAX: constexpr, OFFSET: constexpr, EVEN: constexpr,
+    COLUMNS_AT_A_TIME: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, PLAIN: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
     # Blocks are [N, S, K]. Weights are loaded as many columns at a time as the wider rows, so that both lie in the same
@@ -163,7 +164,7 @@ def _down_kernel(
     b_scales = tl.full((BLOCK_N, BLOCK_S), 1.0, tl.float32)
     if KIND == FP8_ROWS or KIND == INT8_ROWS:
         b_scales = tl.load(p_scales + b_rows, mask=m_ns, other=0.0)
-    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_n, m_n, OFFSET)
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_x_old = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
