@@ -16,6 +16,7 @@ from holdfast.families.latent import layer as latent_attention
 from holdfast.families.state import layer as state
 from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.layers import moe
 from holdfast.models import activations, decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
@@ -52,7 +53,7 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the path run on a CPU, and take as many rows of e4m3 as of other weights."""
     monkeypatch.setattr(activations, "QUANTIZED_DECODE_ROWS", FUSED_DECODE_ROWS)
     for name, reference in REFERENCES.items():
-        for module in (fused_decode, attention, latent_attention, state):
+        for module in (fused_decode, attention, latent_attention, state, moe):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, reference)
 

@@ -1,6 +1,8 @@
 """The fused decode path of gated delta nets and gated attention comes to the logits of the ordinary way."""
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -10,16 +12,17 @@ from holdfast.quant.weight_schemes import FP8, INT8, WeightRecipe, WeightScheme
 from kernels.triton_cases import QUIET
 from models.fused_decode_steps import CPU, decode, make_rig, placed, use_references
 from models.test_decoder_quantized import quantized
-from models.tiny_states import STATE_MODELS, tiny
-from runner.drive import LoadedModel
+from models.tiny_states import STATE_MODELS, save_state_model, tiny
+from runner.drive import LoadedModel, load_model
 
 ROUNDING = 2e-5
+JOINED = "3.5 moe, all experts as wide"
 
 
 @cache
 def model_in(name: str, scheme: WeightScheme | None) -> LoadedModel:
     """The model of `tiny` with its products in codes."""
-    ours, recipe = tiny(name)[1], WeightRecipe(scheme)
+    ours, recipe = joined() if name == JOINED else tiny(name)[1], WeightRecipe(scheme)
     weights = dict(ours.weights)
     for parameter in parameters(ours.spec):
         own, values = recipe.scheme_for(parameter.kind, (parameter.name,)), weights[parameter.name]
@@ -28,7 +31,15 @@ def model_in(name: str, scheme: WeightScheme | None) -> LoadedModel:
     return LoadedModel(ours.spec, weights)
 
 
-@pytest.mark.parametrize("name", STATE_MODELS)
+@cache
+def joined() -> LoadedModel:
+    """A model whose shared expert is as wide as the others."""
+    with TemporaryDirectory() as folder:
+        save_state_model("3.5 moe", Path(folder), shared_expert_intermediate_size=24)
+        return load_model(Path(folder))
+
+
+@pytest.mark.parametrize("name", [*STATE_MODELS, JOINED])
 @pytest.mark.parametrize("scheme", [None, INT8, FP8], ids=lambda one: one.name if one else "plain")
 def test_fused_states_have_logits_of_the_ordinary_way(name, scheme, monkeypatch):
     use_references(monkeypatch)
@@ -61,11 +72,15 @@ def elsewhere(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> L
     [
         ("3.5", None, 1, 1),
         ("3.5 moe", None, 3, 1),
+        (JOINED, None, 1, 1),
         pytest.param("3.5", None, 1, 5, marks=pytest.mark.gpu),
         pytest.param("3.5", FP8, 1, 5, marks=pytest.mark.gpu),
         pytest.param("3.5", INT8, 5, 5, marks=pytest.mark.gpu),
         pytest.param("3.5 moe", None, 1, 5, marks=pytest.mark.gpu),
         pytest.param("3.5 moe", FP8, 1, 5, marks=pytest.mark.gpu),
+        pytest.param(JOINED, None, 1, 5, marks=pytest.mark.gpu),
+        pytest.param(JOINED, FP8, 1, 5, marks=pytest.mark.gpu),
+        pytest.param(JOINED, INT8, 1, 5, marks=pytest.mark.gpu),
         pytest.param("next", None, 5, 5, marks=pytest.mark.gpu),
     ],
     ids=lambda one: one.name if isinstance(one, WeightScheme) else str(one),

@@ -120,13 +120,17 @@ class FusedDecode:
             if isinstance(mlp, GatedMLP):
                 active_TI = mlp_buffers(num_rows).active_TI
                 normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
-                amax = None if scratch.amax is None else RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-                rows = self._add(active_TI, mlp.down, stream, after, amax)
+                rows = self._add(active_TI, mlp.down, stream, after, self._gate_amax())
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
-                routing = expert_buffers(num_rows)
-                rows = mlp.add_normed(rows, routing, delta_TH, after.defer(x_TH, scaled_TH, scratch))
+                routing, onto = expert_buffers(num_rows), after.defer(x_TH, scaled_TH, scratch)
+                cleared = None if amax is None else self._gate_amax()
+                rows = mlp.add_normed(rows, routing, delta_TH, onto, cleared)
         return rows
+
+    def _gate_amax(self) -> RowAmax | None:
+        """Return the amax that gated products raise; None if no weight is quantized."""
+        return None if self.scratch.amax is None else RowAmax(self.scratch.amax.gated, NUM_GATE_AMAX)
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
         """Return the amax of a residual product's input; clear those of the next gate on the way."""

@@ -67,7 +67,10 @@ LAUNCHES: dict[str, tuple[int, Run]] = {
     "rows in torch": (3, _product(linear_add_reference)),
     "experts": (3, _experts),
     "one row of experts": (1, _down_row),
-    "ranks": (3, _ranks(lambda parts, onto: add_rows_triton(parts, onto, Ranks(0, 2, None, 2), Tiles(128, 4)))),
+    "ranks": (
+        3,
+        _ranks(lambda parts, onto: add_rows_triton(parts, onto, Ranks(0, 2, None, max_blocks=2), Tiles(128, 4))),
+    ),
     "ranks in torch": (3, _ranks(add_rows_reference)),
 }
 """Rows of each, and what runs."""
