@@ -602,8 +602,13 @@ def single_row_of(size_n: int, size_k: int, num_groups: int) -> None:
     small_batch.single_row_linear(x, weight, out, num_groups)
 
 
-def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
-    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
+def expert_layer_of(
+    scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8, has_shared: bool = False
+) -> None:
+    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's.
+
+    With `has_shared` one more expert, which is as wide and has a gate; norms are of 1 + w then.
+    """
     num_experts, coded = 128, scheme == "fp8"
     weights: list[Any] = []
     for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner)):
@@ -622,14 +627,27 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     codes = QuantizedRows(torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
     given = codes if coded else finished
     router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
-    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
-    stream = deferred_rms_norm.ResidualStream(x, torch.empty(hidden, dtype=BF16), 1e-6, scaled, scratch)
+    logit = torch.empty(num_rows, 1)
+    gate = normed_routing.SharedGate(torch.empty(1, hidden, dtype=BF16), logit) if has_shared else None
+    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch, gate)
+    norm_weight, offset = torch.empty(hidden, dtype=BF16), 1.0 if has_shared else 0.0
+    stream = deferred_rms_norm.ResidualStream(x, norm_weight, 1e-6, scaled, scratch, offset)
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
         operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
         order = routing.ExpertOrder(ids, num_experts, 1, ids, ids)
-        deep_gemv.deep_gemv(routing.ExpertProduct(finished, weights[0], order, active, True), operands)
-        expert_row.down_row_add(active, weights[1], ids, shares, None, stream)
+        product, one, own = routing.ExpertProduct(finished, weights[0], order, active, True), None, None
+        if has_shared:
+            own_active = torch.empty(1, inner, dtype=BF16)
+            shared: list[Any] = [
+                weight[0] if scheme is None else replace(weight, shape=weight.shape[1:]) for weight in weights
+            ]
+            one = deep_gemv.SharedProduct(
+                *expert_gemv.operands_of(finished, shared[0], codes if coded else None).tensors[2:], own_active
+            )
+            own = expert_row.SharedRow(own_active, shared[1], logit)
+        deep_gemv.deep_gemv(product, operands, one)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, stream, own)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
         expert_sum.add_experts(expert_sum.ExpertOutputs(routed, shares), stream)
@@ -943,6 +961,13 @@ LAYER_CASES: dict[str, Callable[[], None]] = {
     )
 }
 """The first in the widths of Qwen3-30B-A3B."""
+LAYER_CASES |= {
+    f"expert layer with a shared one in {scheme or 'bfloat16'}, {num_rows} rows": partial(
+        expert_layer_of, scheme, num_rows, 2048, 512, has_shared=True
+    )
+    for scheme, num_rows in ((None, 1), (None, 8), ("fp8", 1), ("int8", 1))
+}
+"""In the widths of Qwen3.5-35B-A3B."""
 
 
 def exchange_of(size: int) -> None:

@@ -13,8 +13,10 @@ import torch
 from holdfast.config import Limits
 from holdfast.families.grouped import layer as attention
 from holdfast.families.latent import layer as latent_attention
+from holdfast.families.state import layer as state
 from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.layers import moe
 from holdfast.models import activations, decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
@@ -51,7 +53,7 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the path run on a CPU, and take as many rows of e4m3 as of other weights."""
     monkeypatch.setattr(activations, "QUANTIZED_DECODE_ROWS", FUSED_DECODE_ROWS)
     for name, reference in REFERENCES.items():
-        for module in (fused_decode, attention, latent_attention):
+        for module in (fused_decode, attention, latent_attention, state, moe):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, reference)
 
@@ -106,6 +108,7 @@ def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
         tables = [list(range(first, first + 8))[::-1] for first in firsts]
         length = 3 + 2 * index
         sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=tables))
+        sequences[-1].slot = index
     rig.execute(LiveStep(tuple(ScheduledSequence.of(sequence, 0, sequence.num_tokens) for sequence in sequences)))
     for _ in range(num_steps):
         for sequence, own in zip(sequences, tokens, strict=True):

@@ -128,6 +128,15 @@ def _rms_norm_kernel(
             tl.store(p_row_scales, b_scale)
 
 
+@jit
+def load_norm_weight(p_weight, o_d, m_d, OFFSET: constexpr):
+    """Load weight + offset of a norm in float32."""
+    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        b_weight += OFFSET
+    return b_weight
+
+
 def add_rms_norm_reference(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
 ) -> Tensor:

@@ -67,7 +67,7 @@ class RMSNorm:
 
     def defer(self, x_TH: torch.Tensor, scaled_TH: torch.Tensor, scratch: SmallBatchScratch) -> ResidualStream:
         """Return the stream for the fused decode path, with this norm deferred."""
-        return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch)
+        return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch, self.offset)
 
     def __call__(
         self,

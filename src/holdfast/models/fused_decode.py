@@ -3,9 +3,8 @@ residual as epilogue.
 
 T rows, H hidden, X any other width
 
-stream with the next norm deferred, so x has the same bits on every rank. A pipeline stage begins with the stream
-that it received, and ends with the one that it sends.
-received, and ends with the one that it sends.
+Ranks that share layers add their parts onto the stream with the next norm deferred, so x has the same bits on every
+rank. A pipeline stage begins with the stream that it received, and ends with the one that it sends.
 
 `takes_fused_decode` (models/activations.py) decides by model, `declined` by weights, and
 `fits_fused_decode` by step.
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.families.state.layer import StateLayer
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -32,7 +30,7 @@ from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.layers.shared_linear import GatheredLinear, SummedLinear, add_part
-from holdfast.models.decoder_layer import DecoderLayer, Norm
+from holdfast.models.decoder_layer import AnyAttention, DecoderLayer, Norm
 from holdfast.models.model import Stream
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -48,8 +46,6 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None, has_am
         return "experts of some layer come from a table by token id, and this path has no token ids"
     if any(isinstance(block, GatedMLP) and block.limit is not None for block in blocks):
         return "the MLP of some layer has a limit on its gate, and this path has none"
-    if any(isinstance(layer.attention, StateLayer) for layer in layers):
-        return "some layer keeps a state, and this path computes attention alone"
     if any(isinstance(layer.attention.o, GatheredLinear) for layer in layers):
         return (
             "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"
@@ -123,7 +119,7 @@ class FusedDecode:
         batch: Batch,
         plan: StepPlan,
         stream: Stream,
-        attention_buffers: Callable[[int], Any],
+        attention_buffers: Callable[[AnyAttention, int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
     ) -> NormedRows:
@@ -133,20 +129,24 @@ class FusedDecode:
         rows = defer_rms_norm(_rms(self._layers[0].attn_norm).defer(x_TH, scaled_TH, scratch))
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             attention, mlp, after = layer.attention, layer.mlp, _rms(next_norm)
-            buffers = attention_buffers(num_rows)
+            buffers = attention_buffers(attention, num_rows)
             attended_TX = attention.attend_normed(rows, batch, plan, buffers, scratch)
             amax = self._input_amax(attended_TX, attention.o)
             rows = self._add(attended_TX, attention.o, stream, _rms(layer.mlp_norm), amax)
             if isinstance(mlp, GatedMLP):
                 active_TI = mlp_buffers(num_rows).active_TI
                 normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
-                amax = None if scratch.amax is None else RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-                rows = self._add(active_TI, mlp.down, stream, after, amax)
+                rows = self._add(active_TI, mlp.down, stream, after, self._gate_amax())
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
-                routing = expert_buffers(num_rows)
-                rows = mlp.add_normed(rows, routing, delta_TH, after.defer(x_TH, scaled_TH, scratch))
+                routing, onto = expert_buffers(num_rows), after.defer(x_TH, scaled_TH, scratch)
+                cleared = None if amax is None else self._gate_amax()
+                rows = mlp.add_normed(rows, routing, delta_TH, onto, cleared)
         return rows
+
+    def _gate_amax(self) -> RowAmax | None:
+        """Return the amax that gated products raise; None if no weight is quantized."""
+        return None if self.scratch.amax is None else RowAmax(self.scratch.amax.gated, NUM_GATE_AMAX)
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
         """Return the amax of a residual product's input; clear those of the next gate on the way."""

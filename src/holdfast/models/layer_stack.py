@@ -27,7 +27,7 @@ from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request, StepRequests
-from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
+from holdfast.models.decoder_layer import AnyAttention, DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.native_layers import native_layers
@@ -163,7 +163,7 @@ class LayerStack(StepWorkspace):
 
     def fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
         """Compute logits on the fused decode path. Stages need not agree on it: they exchange the residual stream."""
-        stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
+        stream, buffers = self.embed(batch), (self._buffers_of, self._mlp_buffers, self._expert_buffers)
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
             return self._send(stream)
@@ -248,8 +248,7 @@ class LayerStack(StepWorkspace):
                 continue
             layer, wanted_only = self.layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
-            make = self._state_buffers if isinstance(layer.attention, StateLayer) else self._attention_buffers
-            inputs_TH, codes, buffers = x_TH, None, make(len(batch.token_ids_T))
+            inputs_TH, codes, buffers = x_TH, None, self._buffers_of(layer.attention, len(batch.token_ids_T))
             if self._spec.norm_first:
                 codes = layer.attention.room_for_codes(buffers.quantized, len(batch.token_ids_T))
                 inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
@@ -329,6 +328,9 @@ class LayerStack(StepWorkspace):
         if requests.chosen.specs:
             held |= self.acquire(requests.chosen)
         return self._make_buffers(held, self._quantized(requests.codes))
+
+    def _buffers_of(self, attention: AnyAttention, num_rows: int) -> Any:  # noqa: ANN401 each family's own type
+        return (self._state_buffers if isinstance(attention, StateLayer) else self._attention_buffers)(num_rows)
 
     def _state_buffers(self, num_rows: int) -> StateBuffers:
         requests = self.requests(num_rows)

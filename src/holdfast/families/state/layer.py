@@ -12,7 +12,9 @@ import torch
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.state.backend import HybridAttention, LayerStates
 from holdfast.families.state.spec import SCRATCH, StateSpec
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.state.causal_conv import causal_conv
 from holdfast.kernels.state.delta_chunks import delta_chunks
 from holdfast.kernels.state.delta_drafts import delta_drafts
@@ -76,10 +78,12 @@ class StateLayer:
         wanted_only: bool = False,
         is_coded: bool = False,
     ) -> torch.Tensor:
-        """Advance the states by all rows; return the outputs of all, or of those whose logits are wanted: [T, H] or [R, H]."""
-        assert not is_coded, "rows come plain: two products read them"
+        """Advance the states by all rows; return the outputs of all, or of those whose logits are wanted: [T, H] or [R, H].
+
+        If `is_coded`, x has already been quantized into `buffers.quantized`. The product for the gates reads x itself.
+        """
         inputs = x_TH, buffers.projected_TX, self._weights.in_gates_NK, buffers.gate_inputs_TX
-        self.in_proj.joint(*inputs, buffers.quantized)
+        self.in_proj.joint(*inputs, buffers.quantized, is_coded)
         attended_RV = self.o.room_for_inputs(buffers.attended_TV)
         self._attend(plan.states, buffers, attended_RV)
         if wanted_only and batch.logits is not None:
@@ -88,6 +92,16 @@ class StateLayer:
             wanted_RV = buffers.mixed_TC.view(-1)[: len(rows_R) * width].view(len(rows_R), width)
             attended_RV = torch.index_select(attended_RV, 0, rows_R, out=wanted_RV)
         return self.o(attended_RV, out_TH[: attended_RV.shape[0]], buffers.quantized)
+
+    def attend_normed(
+        self, rows: NormedRows, batch: Batch, plan: StepPlan, buffers: StateBuffers, scratch: SmallBatchScratch
+    ) -> torch.Tensor:
+        """Fused decode path, up to the output projection, with rows whose RMSNorm is deferred."""
+        normed_linear(rows, self.in_proj.weight_NK, self.in_proj.bias_N, False, buffers.projected_TX, scratch)
+        normed_linear(rows, self._weights.in_gates_NK, None, False, buffers.gate_inputs_TX, scratch)
+        attended_TV = self.o.room_for_inputs(buffers.attended_TV)
+        self._attend(plan.states, buffers, attended_TV)
+        return attended_TV
 
     def _attend(self, rows: StateRows, buffers: StateBuffers, out_TV: torch.Tensor) -> None:
         """Run what lies between the products: `projected_TX` and `gate_inputs_TX` to `out_TV`."""
@@ -112,8 +126,8 @@ class StateLayer:
         return self.in_proj, self.o
 
     def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
-        """Return None: the norm leaves plain rows, which the product for the gates reads too."""
-        return None
+        """Return the buffer in which a norm leaves quantized x, beside the rows that the product for the gates reads."""
+        return self.in_proj.room_for_codes(quantized, num_rows)
 
 
 def build_layer(parts: LayerParts, layer: int, spec: StateSpec, eps: float, backend: HybridAttention) -> StateLayer:

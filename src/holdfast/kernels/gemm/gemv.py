@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from holdfast.kernels.fp8 import LEAST_SCALE, loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -52,11 +53,11 @@ def sum_partials(p_partial, p_arrived, partial_size, m_nm, NUM_SPLITS: constexpr
 
 
 @jit
-def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
+def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n, OFFSET: constexpr):
     """Epilogue of one row: return x + y and x + y scaled by the norm's weight; store the latter and the squares."""
     b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_n, m_n, OFFSET)
     b_scaled = (b_y * b_norm).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + o_n, b_scaled, mask=m_n)
     tl.store(p_squares + i_n, tl.sum(tl.where(m_n, b_y * b_y, 0.0), axis=0))
@@ -64,12 +65,14 @@ def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n
 
 
 @jit
-def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
+def residual_epilogue_rows(
+    b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m, OFFSET: constexpr
+):
     """Like `residual_epilogue_row`, for a block of outputs of all rows, [N, M]."""
     m_nm = m_n[:, None] & m_m[None, :]
     b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
     b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_n, m_n, OFFSET)
     b_scaled = (b_y * b_norm[:, None]).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + o_y, b_scaled, mask=m_nm)
     b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
@@ -214,7 +217,7 @@ def gemv_kernel(
     p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, num_squares, num_amax, eps,
     EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
     RESIDUAL: constexpr, DEFERRED_NORM: constexpr, IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr,
-    GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+    OFFSET: constexpr, GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     if GROUP_ROWS > 0:
@@ -311,7 +314,7 @@ def gemv_kernel(
             amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(p_gate_amax + i_n % GATE_AMAX, amax, sem="relaxed")
     if RESIDUAL:
-        b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
+        b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n, OFFSET)
         if IS_QUANTIZED:
             tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

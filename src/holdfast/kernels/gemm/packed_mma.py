@@ -272,7 +272,7 @@ def _launch(
         CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_K=size_k,
         GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0, SECOND=scheme.second,
         HAS_BIAS=bias is not None, DEFERRED_NORM=rows is not None, RESIDUAL=stream is not None,
-        BLOCK_J=next_power_of_two(normed[0]), BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
+        OFFSET=0.0 if stream is None else stream.offset, BLOCK_J=next_power_of_two(normed[0]), BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
         NUM_STAGES=num_stages(block_m, CHUNK_COLUMNS // per_byte + row.extra_bytes, scale_bytes), num_warps=4,
         **flags, **form.flags(gated), **pdl_flags(x_XK),
     )  # fmt: skip
@@ -574,7 +574,7 @@ def packed_mma_kernel(
     CODE_BYTES: constexpr, HAS_BIAS: constexpr, IS_DENSE: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
     SUB_BLOCKS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
     NUM_SPLITS: constexpr, IS_SHARED: constexpr, WAITS_LATE: constexpr, SUMS_PAIRS: constexpr,
-    DEFERRED_NORM: constexpr, RESIDUAL: constexpr, BLOCK_J: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    DEFERRED_NORM: constexpr, RESIDUAL: constexpr, OFFSET: constexpr, BLOCK_J: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
     NUM_STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     TYPE: constexpr = p_x.dtype.element_ty
@@ -749,7 +749,7 @@ def packed_mma_kernel(
     m_y = (o_n < size_n)[:, None] & m_row[None, :]
     if RESIDUAL:
         b_old = gl.load(p_out + o_y, mask=m_y, other=0.0)
-        b_norm = gl.load(p_norm_weight + o_n, mask=o_n < size_n, other=0.0)
+        b_norm = gl.load(p_norm_weight + o_n, mask=o_n < size_n, other=0.0).to(gl.float32) + OFFSET
     if IS_SHARED:
         b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
         for i in gl.static_range(NUM_PARTIALS):
@@ -768,7 +768,7 @@ def packed_mma_kernel(
     if RESIDUAL:
         b_all = (b_old.to(gl.float32) + b_all.to(gl.float32)).to(p_out.dtype.element_ty)
         b_x = b_all.to(gl.float32)
-        b_scaled = (b_x * b_norm.to(gl.float32)[:, None]).to(p_scaled.dtype.element_ty)
+        b_scaled = (b_x * b_norm[:, None]).to(p_scaled.dtype.element_ty)
         gl.store(p_scaled + o_y, b_scaled, mask=m_y)
         b_sum = gl.sum(gl.where(m_y, b_x * b_x, 0.0), axis=0)
         num_blocks = (size_n + BLOCK_N - 1) // BLOCK_N

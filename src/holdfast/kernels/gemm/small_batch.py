@@ -124,7 +124,7 @@ def single_row_linear(x_1X: Tensor, weight_NK: Tensor, out_1N: Tensor, num_group
     gemv_kernel[(-(-size_n // block_n),)](
         x_1X, weight_NK, out_1N, out_1N, out_1N, out_1N, *(out_1N,) * 3, *(None,) * 4, 1, size_n, size_k, 1, None, 0.0,
         EVEN=size_k % block_k == 0 and size_n % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=0, HAS_BIAS=False,
-        GATED=False, RESIDUAL=False, DEFERRED_NORM=False, IS_QUANTIZED=False, QUANTIZES_ROWS=False,
+        GATED=False, RESIDUAL=False, DEFERRED_NORM=False, IS_QUANTIZED=False, QUANTIZES_ROWS=False, OFFSET=0.0,
         GROUP_ROWS=group_rows if num_groups > 1 else 0, BLOCK_J=1, BLOCK_P=1, PLAIN=is_interpreted(),
         num_warps=num_warps, **pdl_flags(x_1X),
     )  # fmt: skip
@@ -165,6 +165,7 @@ def _launch(
     flags = {
         "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": residual, "DEFERRED_NORM": rows is not None,
         "IS_QUANTIZED": codes is not weight, "QUANTIZES_ROWS": quantizes_rows,
+        "OFFSET": 0.0 if stream is None else stream.offset,
         "BLOCK_J": next_power_of_two(num_squares), "BLOCK_P": next_power_of_two(num_amax or 1), "PLAIN": is_interpreted(),
         **pdl_flags(x_MK),
     }  # fmt: skip
@@ -198,8 +199,8 @@ def _small_batch_kernel(
     p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, split_k, num_squares, num_amax, eps,
     EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
     NUM_STAGES: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr, DEFERRED_NORM: constexpr,
-    IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr,
-    PDL: constexpr,
+    IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr, OFFSET: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -284,7 +285,7 @@ def _small_batch_kernel(
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
         b_y, b_scaled = residual_epilogue_rows(
-            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m
+            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m, OFFSET
         )
         if IS_QUANTIZED:
             b_amax = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
