@@ -112,14 +112,20 @@ class StateLayer:
         causal_conv(x_TC, rows, weights.conv_CW, conv_PCW, buffers.mixed_TC, kept=kept)
         heads = spec.key_heads, spec.key_dim, spec.value_heads, spec.value_dim
         inputs = DeltaInputs.of(buffers.mixed_TC, *heads, a_TH, b_TH, weights.A_log_H, weights.dt_bias_H)
-        out_THV, z_THV = (x_TV.unflatten(1, (spec.value_heads, spec.value_dim)) for x_TV in (out_TV, z_TV))
+        # The convolution has read its inputs. In another order, the norm cannot write in place.
+        raw_TV = x_TC[:, : spec.value_size] if spec.is_tiled else out_TV
+        raw_THV, z_THV, out_THV = (
+            x_TV.unflatten(1, (spec.value_heads, spec.value_dim)) for x_TV in (raw_TV, z_TV, out_TV)
+        )
         if kept is None:
-            delta_step(inputs, rows, recurrent_PHKV, out_THV)
+            delta_step(inputs, rows, recurrent_PHKV, raw_THV)
         else:
-            delta_drafts(inputs, rows, recurrent_PHKV, out_THV, kept)
+            delta_drafts(inputs, rows, recurrent_PHKV, raw_THV, kept)
         if rows.chunks_M4 is not None:
-            delta_chunks(inputs, rows, recurrent_PHKV, out_THV, buffers.scratch)
-        gated_norm(out_THV, z_THV, weights.norm_D, weights.eps, out_THV, spec.output_gate)
+            delta_chunks(inputs, rows, recurrent_PHKV, raw_THV, buffers.scratch)
+        for own_heads, places in spec.value_runs:
+            own = raw_THV[:, own_heads], z_THV[:, own_heads], weights.norm_D, weights.eps, out_THV[:, places]
+            gated_norm(*own, spec.output_gate)
 
     @property
     def products(self) -> tuple[Linear, ...]:

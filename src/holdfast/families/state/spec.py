@@ -37,6 +37,10 @@ class StateSpec:
     """Function of the factor on normed outputs."""
     is_joined: bool = False
     """Checkpoints join projections by key head: its query, key, values and gates, then the next head's."""
+    joins_gates: bool = False
+    """Checkpoints join the inputs of beta and of the decay by key head, too. GGUF files may join these alone."""
+    is_tiled: bool = False
+    """Columns of the output projection are the first value head of each key head, then the second of each (GGUF)."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -64,6 +68,14 @@ class StateSpec:
     def shape(self) -> tuple[int, ...]:
         """Sizes of one layer."""
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width
+
+    @property
+    def value_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """Value heads, and their places among the inputs of the output projection."""
+        if not self.is_tiled:
+            return ((slice(None), slice(None)),)
+        ratio, count = self.value_heads // self.key_heads, self.key_heads
+        return tuple((slice(place, None, ratio), slice(place * count, (place + 1) * count)) for place in range(ratio))
 
     def runs(self, name: str) -> tuple[int, ...]:
         """Return the rows of a parameter that ranks split by key head, part by part; empty if they do not."""

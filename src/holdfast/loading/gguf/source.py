@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from threading import local
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelFormatError
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
+from holdfast.loading.gguf.state_rows import RATES, Run, StateRows
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
-from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, CheckpointNames
+from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, STATE_NAMES, CheckpointNames
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ MODULES: Mapping[str, str] = {
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
 """A matrix of one row in Hugging Face's files, a vector in GGUF files."""
+CONVOLUTION = "ssm_conv1d"
+"""Stacked matrices of one row in Hugging Face's files, one matrix in GGUF files."""
+LAYER_TENSORS: Mapping[str, str] = {
+    name: tensor.format(state=STATE_NAMES) for name, tensor in TABLES["layer_tensors"].items()
+}
+"""Tensors of a layer that are no weight or bias of a module in either kind of file."""
 
 
 def layer_modules(names: CheckpointNames) -> dict[str, str]:
@@ -34,7 +41,8 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
     Stacked experts [E, N, K] use the layout by kind: one tensor each for gate, up and down of all experts.
     """
     modules = {
-        name: module.format(names=names, latent=LATENT_NAMES) for name, module in TABLES["layer_modules"].items()
+        name: module.format(names=names, latent=LATENT_NAMES, state=STATE_NAMES)
+        for name, module in TABLES["layer_modules"].items()
     }
     return {name: module for name, module in modules.items() if module}
 
@@ -52,6 +60,7 @@ SPLIT_ELEMENTS = 2**20
 DEQUANT_BYTES = 2 * 2**20
 """Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_OTHER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([\w.]+)", re.ASCII)
 _DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
 
@@ -66,6 +75,8 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
         return f"{MODULES[module]}.{kind}"
     if match := _DRAFT_TENSOR.fullmatch(name):  # one prefix for all that a draft layer holds
         return f"{LLAMA_NAMES.layer.format(match[1])}{match[2]}"
+    if (match := _OTHER_TENSOR.fullmatch(name)) and match[2] in LAYER_TENSORS:
+        return f"{LLAMA_NAMES.layer.format(match[1])}{LAYER_TENSORS[match[2]]}"
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
@@ -82,10 +93,11 @@ class GGUFSource:
         interleaved_head_dim: int | None,
         names: CheckpointNames = LLAMA_NAMES,
         unread: Sequence[str] = (),
+        states: StateRows | None = None,
     ) -> None:
         """An interleaved query or key head has Hugging Face's rows i and i + half as rows 2i and 2i+1.
 
-        `unread` are prefixes of tensors that the model skips.
+        `unread` are prefixes of tensors that the model skips. Without `states`, gated delta nets stay as in the file.
         """
         modules = layer_modules(names)
         self._unread = tuple(unread)
@@ -100,7 +112,7 @@ class GGUFSource:
             for name, tensor in file.tensors.items()
             if name not in beside
         }
-        self._head_dim = interleaved_head_dim
+        self._head_dim, self._states = interleaved_head_dim, states
         self._buffers = local()
         self.entries = {
             name: TensorEntry(
@@ -148,19 +160,33 @@ class GGUFSource:
         first, last = check_read(entry, row_start, row_end, out, columns)
         if row_start == row_end:
             return
+        dtype, width = getattr(torch, entry.dtype), last - first
+        for run in self._runs(tensor, row_start, row_end):
+            place = (run.row - row_start) * width * dtype.itemsize
+            own = out[place : place + run.num_rows * width * dtype.itemsize]
+            self._read_run(tensor, run, own, dtype, None if columns is None else (first, last))
+        if self._states is not None and RATES.fullmatch(tensor.name):
+            torch.frombuffer(out, dtype=dtype).neg_().log_()
+
+    def _read_run(
+        self, tensor: GGUFTensor, run: Run, out: memoryview, dtype: torch.dtype, columns: tuple[int, int] | None
+    ) -> None:
+        """Read consecutive rows of the file as numbers; rows of native types directly."""
+        import torch
+
         num_columns = table_shape(tensor.shape)[1]
-        dtype = getattr(torch, entry.dtype)
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
         if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
-            self._data.read_into(tensor, row_start * num_columns * dtype.itemsize, out)
+            self._data.read_into(tensor, run.file_row * num_columns * dtype.itemsize, out)
             return
-        values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
+        first, last = columns or (0, num_columns)
+        values = torch.frombuffer(out, dtype=dtype).view(run.num_rows, last - first)
         step = max(1, STEP_ELEMENTS // num_columns)
-        for start in range(row_start, row_end, step):
-            rows = start, min(start + step, row_end)
-            step_values = values[start - row_start : rows[1] - row_start]
-            self._read_step(tensor, rows, head_dim, (first, last), step_values)
-            self._apply_factors(tensor, rows, step_values)
+        for start in range(0, run.num_rows, step):
+            end = min(start + step, run.num_rows)
+            rows = run.file_row + start, run.file_row + end
+            self._read_step(tensor, rows, head_dim, (first, last), values[start:end])
+            self._apply_factors(tensor, rows, values[start:end])
 
     def read_packed(
         self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
@@ -168,7 +194,6 @@ class GGUFSource:
         """Split the blocks of some rows into planes, in steps; the factor of a matrix is each row's second scale."""
         import torch
 
-        from holdfast.loading.gguf.dequantize import split
         from holdfast.quant.packed_weight import plane_bytes
 
         tensor = self._tensors[name]
@@ -176,19 +201,33 @@ class GGUFSource:
         if row_start == row_end:
             return
         views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
-        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
-        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
-        for start in range(row_start, row_end, step):
-            end = min(start + step, row_end)
-            blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
-            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
-            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
-                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
-                view[start - row_start : end - row_start].view(own.shape).copy_(own)
+        for run in self._runs(tensor, row_start, row_end):
+            own_views = [view[run.row - row_start : run.row - row_start + run.num_rows] for view in views]
+            self._split_run(tensor, run, own_views, (first, last))
         if scheme.second != "none":
             numbers = torch.ones(row_end - row_start, 1)
             self._apply_factors(tensor, rows, numbers)
             views[-1].copy_(numbers.view(torch.uint8))
+
+    def _split_run(self, tensor: GGUFTensor, run: Run, views: Sequence[torch.Tensor], columns: tuple[int, int]) -> None:
+        """Split the blocks of consecutive rows of the file into planes."""
+        import torch
+
+        from holdfast.loading.gguf.dequantize import split
+
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
+        for start in range(0, run.num_rows, step):
+            end = min(start + step, run.num_rows)
+            blocks = self._row_blocks(tensor, (run.file_row + start, run.file_row + end), head_dim, columns)
+            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
+            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
+                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
+                view[start:end].view(own.shape).copy_(own)
+
+    def _runs(self, tensor: GGUFTensor, start: int, end: int) -> Iterable[Run]:
+        """Return the runs of rows [start, end) in the file."""
+        return (Run(start, start, end - start),) if self._states is None else self._states.runs(tensor.name, start, end)
 
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
@@ -333,6 +372,8 @@ def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
     match = _LAYER_TENSOR.fullmatch(tensor.name)
     if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
         return replace(tensor, shape=(1, *tensor.shape))
+    if len(tensor.shape) == 2 and match is not None and match[2] == CONVOLUTION:
+        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
     return tensor
 
 
