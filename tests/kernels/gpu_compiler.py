@@ -555,6 +555,33 @@ def coded_experts_of(name: str, num_rows: int, gated: bool) -> None:
     expert_linear.packed_expert_linear(routing.ExpertProduct(x, weight, order, out, gated))
 
 
+def fused_codes_of(name: str, num_rows: int) -> None:
+    """Tiles with a deferred RMSNorm, with and without a gate, and with a residual."""
+    part, x = packed_part_of(name, (5120, 5120)), torch.empty(num_rows, 5120, dtype=BF16)
+    weight = PackedWeight(part.shape, (part,))
+    wide, y = torch.empty(num_rows, 5120, dtype=BF16), torch.empty(num_rows, 2560, dtype=BF16)
+    scratch = deferred_rms_norm.SmallBatchScratch(*(torch.empty(1024) for _ in range(3)))
+    for num_squares in (1, 40):
+        rows = deferred_rms_norm.NormedRows(x, num_squares, 1e-6)
+        small_batch.normed_linear(rows, weight, None, False, wide, scratch)
+        small_batch.normed_linear(rows, weight, None, True, y, scratch)
+    stream = deferred_rms_norm.ResidualStream(
+        wide, torch.empty(5120, dtype=BF16), 1e-6, torch.empty_like(wide), scratch
+    )
+    small_batch.linear_add(x, weight, None, stream)
+
+
+def coded_down_of(name: str, has_bias: bool) -> None:
+    """Tiles of the experts of a single token, added to the residual."""
+    part, active = packed_part_of(name, (16, 2048, 768)), torch.empty(8, 768, dtype=BF16)
+    weight, ids = PackedWeight(part.shape, (part,)), torch.zeros(1, 8, dtype=torch.int32)
+    scratch = deferred_rms_norm.SmallBatchScratch(*(torch.empty(64) for _ in range(3)))
+    x, scaled, norm = torch.empty(1, 2048, dtype=BF16), torch.empty(1, 2048, dtype=BF16), torch.empty(2048, dtype=BF16)
+    bias = torch.empty(16, 2048, dtype=BF16) if has_bias else None
+    stream = deferred_rms_norm.ResidualStream(x, norm, 1e-6, scaled, scratch)
+    expert_row.down_row_add.triton(active, weight, ids, torch.empty(1, 8), bias, stream)
+
+
 def dequantized_of(name: str, dtype: torch.dtype = BF16) -> None:
     """A piece of rows, and rows of a share by id."""
     part, out = packed_part_of(name, (64, 512)), torch.empty(16, 512, dtype=dtype)
@@ -938,6 +965,12 @@ CODE_CASES: dict[str, Callable[[], None]] = {
         for name in ("Q4_K", "Q6_K", "AWQ")
         for num_rows in (1, 8, 30, 130, 700)
     },
+    **{
+        f"fused tiles of {name}, {num_rows} rows": partial(fused_codes_of, name, num_rows)
+        for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "AWQ", "GPTQ", "nvfp4")
+        for num_rows in (1, 16)
+    },
+    **{f"down of one token in {name}": partial(coded_down_of, name, name == "AWQ") for name in ("Q4_K", "Q6_K", "AWQ")},
     **{f"pieces of {name}": partial(dequantized_of, name) for name in CODED_SCHEMES},
 }
 PACKED_CASES: dict[str, Callable[[], None]] = {

@@ -4,6 +4,7 @@ The path runs on the plain-torch references of its kernels, or on the kernels th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from holdfast.layers import moe
 from holdfast.models import activations, decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
@@ -90,11 +92,14 @@ def make_rig(
 
 def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Just the same model elsewhere, with numbers in another type; codes stay what they are."""
-    weights = {
-        name: weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
-        for name, weight in model.weights.items()
-    }
-    return LoadedModel(model.spec, weights)
+
+    def moved(weight: AnyWeight) -> AnyWeight:
+        if isinstance(weight, PackedWeight):
+            parts = (replace(part, planes=tuple(plane.to(device) for plane in part.planes)) for part in weight.parts)
+            return replace(weight, parts=tuple(parts))
+        return weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
+
+    return LoadedModel(model.spec, {name: moved(weight) for name, weight in model.weights.items()})
 
 
 def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:

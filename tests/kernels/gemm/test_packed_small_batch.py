@@ -24,7 +24,7 @@ from red_zones import RedZones
 
 NAN = float("nan")
 BF16 = torch.bfloat16
-NAMES = ("Q4_K", "Q6_K", "int4 of 128 with zero points", "Q8_0", "nvfp4")
+NAMES = ("Q4_K", "Q8_0")
 SHAPES = ((131, 512), (40, 2304))
 """(N, K): one part along K, and two that programs share."""
 
@@ -122,7 +122,7 @@ def test_normed_linear_packed_divides_by_rms(name: str, device: torch.device) ->
     """With a bias, which rms does not divide; squares in one block or many."""
     for size_n, size_k in SHAPES:
         weight, bias = weight_of([(name, size_n)], size_k), torch.randn(size_n).to(BF16)
-        for num_rows, num_squares in ((1, 1), (3, 40), (16, 5)):
+        for num_rows, num_squares in ((1, 40), (9, 1)):
             x = (3 * torch.randn(num_rows, size_k) * torch.linspace(0.2, 4, num_rows)[:, None]).to(BF16)
             y = run_normed(x, weight, bias, device, num_squares=num_squares)
             assert_near(y, exact_normed(x, weight, bias))
@@ -164,9 +164,7 @@ def run_add(
 @for_each("name", NAMES)
 def test_linear_add_packed_leaves_the_next_norm(name: str, device: torch.device) -> None:
     """x rounds twice, to its own type; what the next norm takes follows from it to the bit."""
-    for size_n, size_k in (*SHAPES, (260, 288)):
-        if name in ("Q4_K", "Q6_K", "nvfp4", "int4 of 128 with zero points") and size_k == 288:
-            continue
+    for size_n, size_k in ((131, 512), (40, 2304), (260, 256)):
         weight, bias = weight_of([(name, size_n)], size_k), torch.randn(size_n).to(BF16)
         norm = (1 + 0.3 * torch.randn(size_n)).to(BF16)
         for num_rows in (1, 9):

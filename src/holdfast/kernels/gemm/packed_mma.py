@@ -719,7 +719,7 @@ def packed_mma_kernel(
     NUM_PARTIALS: constexpr = TOP_K if SUMS_PAIRS else NUM_SPLITS
     if SUMS_PAIRS:
         if HAS_BIAS:
-            b_bias = gl.load(p_bias + base_row - first_row + _weight_rows(o_t, i_n, size_n, False, False))
+            b_bias = gl.load(p_bias + (base_row + _weight_rows(o_t, i_n, size_n, False, False)))
             b_all += b_bias.to(gl.float32)[:, None]
         b_all *= gl.load(p_shares + gl.program_id(0))
         i_m = 0
