@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "page_tokens": 16,
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LENGTHS = (1, 30, 64, 65, 129, 190)
 
 
@@ -86,9 +87,8 @@ def test_tokens_do_not_depend_on_settings(options: dict[str, Any]) -> None:
 
 def test_forks_continue_the_state_of_their_prompt() -> None:
     """Greedy answers of one prompt are alike, whether they fork, find its pages, or compute it."""
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, n=3)
     with opened() as llm:
-        found = tokens(llm, prompts(), params)
+        found = tokens(llm, prompts(), replace(GREEDY, n=3))
     assert found == [answer for answer in alone("3.5") for _ in range(3)]
 
 

@@ -16,7 +16,7 @@ from holdfast.runner.runner import Runner
 from runner.gpu_traffic import write_model
 
 FAMILIES = ("qwen3", "windows", "gpt_oss", "gemma3", "latent", "sparse", "compressed_small")
-DECLARED = 400
+DECLARED = 240
 QUICK = ("--max-model-len", DECLARED, "--answer-tokens", 3, "--turns", 4)
 DUMMY = ("--load-format", "dummy", "--tokenizer", "none", "--memory-limit", "6GiB", "--kv-cache-memory", "48MiB")
 SHORT = {"sparse": 120, "compressed_small": 200}
