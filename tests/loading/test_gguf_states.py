@@ -108,7 +108,7 @@ def test_gguf_states_kinds_of_layers_follow_list_or_interval(tmp_path: Path) -> 
     theirs = make_state_model("3.5")
     without: dict[str, Any] = {"attention.recurrent_layers": None}
     assert states_of(write_state_file(tmp_path / "a.gguf", theirs, **without)).layers == {0, 1, 2}
-    two = without | {"full_attention_interval": 2}
+    two: dict[str, Any] = without | {"full_attention_interval": 2}
     assert states_of(write_state_file(tmp_path / "b.gguf", theirs, **two)).layers == {0, 2}
 
 
