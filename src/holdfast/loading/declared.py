@@ -47,7 +47,7 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
     from holdfast.models.catalogue import find_model
 
     try:
-        name, _ = find_model(_bare(model))
+        name, _ = find_model(bare_name(model))
     except ModelNotFoundError as error:
         if parse_hub_name(model) is None:
             raise
@@ -84,7 +84,7 @@ def _declare_known(name: str) -> DeclaredModel:
     return declare_config(find_model(name)[1], name)
 
 
-def _bare(model: str) -> str:
+def bare_name(model: str) -> str:
     """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
     name = parse_hub_name(model)
     if name is None:
