@@ -31,12 +31,10 @@ STATES: dict[str, Any] = SMALL | {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "states": STATES | {"architectures": ["Qwen3_5ForCausalLM"]},
-    "states and experts": STATES
-    | EXPERTS
-    | {"moe_intermediate_size": 256, "architectures": ["Qwen3_5MoeForCausalLM"]},
+    "states and experts": STATES | EXPERTS | {"moe_intermediate_size": 256, "architectures": ["Qwen3_5MoeForCausalLM"]},
     "tied": STATES | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
 }
-NAME = "somebody/Tiny-1B"
+NAME = "owner/Tiny-1B"
 
 
 @pytest.fixture(params=MODELS)
