@@ -1,5 +1,6 @@
 """Gated delta nets in GGUF files: logits of transformers, rows of value heads in turn, blocks that stay as stored, refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from holdfast.families.state.spec import StateSpec
 from holdfast.loading.convert import plan_conversion
 from holdfast.loading.declared import open_declared
 from holdfast.loading.gguf.file import read_gguf
+from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.gguf.state_rows import StateRows
 from holdfast.loading.model_files import open_gguf, open_model
+from holdfast.loading.writing.gguf_plan import TYPES_BY_NAME
 from kernels.exactness import require_native
 from loading.state_files import in_turn, write_state_file
 from loading.test_convert import NO_TOKENIZER, quantized
@@ -108,7 +111,7 @@ def test_gguf_states_kinds_of_layers_follow_list_or_interval(tmp_path: Path) -> 
     theirs = make_state_model("3.5")
     without: dict[str, Any] = {"attention.recurrent_layers": None}
     assert states_of(write_state_file(tmp_path / "a.gguf", theirs, **without)).layers == {0, 1, 2}
-    two = without | {"full_attention_interval": 2}
+    two: dict[str, Any] = without | {"full_attention_interval": 2}
     assert states_of(write_state_file(tmp_path / "b.gguf", theirs, **two)).layers == {0, 2}
 
 
@@ -150,6 +153,16 @@ def test_gguf_states_rate_above_zero_is_refused_by_name(tmp_path: Path) -> None:
     with raises_code("weights.not_finite", HoldfastError) as caught:
         load_model(path)
     assert "model.layers.1.linear_attn.A_log" in str(caught.value)
+
+
+def test_gguf_states_rates_in_blocks_are_refused(tmp_path: Path) -> None:
+    path = write_state_file(tmp_path / "tiny.gguf", make_state_model("3.5"))
+    file = read_gguf(path)
+    tensor = replace(file.tensors["blk.1.ssm_a"], type=TYPES_BY_NAME["Q8_0"])
+    with raises_code("gguf.wrong_tensor", HoldfastError, tensor="blk.1.ssm_a"):
+        GGUFSource(
+            replace(file, tensors={**file.tensors, tensor.name: tensor}), None, states=StateRows(8, 2, 4, 8, True)
+        )
 
 
 def test_gguf_states_ranks_are_refused_if_heads_are_in_turn(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def open_model(
     """
     if model is None:
         return open_path(find_default_model(), load_format)
+    if load_format == "dummy":
+        from holdfast.loading.named_dummy import open_named_dummy
+
+        if (named := open_named_dummy(model, revision)) is not None:
+            return named
     located = locate_model(model, revision, load_format, watch, _read_config)
     opened = open_path(located.path, load_format)
     return replace(opened, label=located.label) if located.label else opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from threading import local
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelFormatError
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
-from holdfast.loading.gguf.state_rows import RATES, Run, StateRows
+from holdfast.loading.gguf.state_rows import RATES, VECTORS, StateRows
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, STATE_NAMES, CheckpointNames
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
@@ -99,6 +99,8 @@ class GGUFSource:
 
         `unread` are prefixes of tensors that the model skips. Without `states`, gated delta nets stay as in the file.
         """
+        if states is not None:
+            _refuse_coded_vectors(file)
         modules = layer_modules(names)
         self._unread = tuple(unread)
         self._data = GGUFData(file)
@@ -160,33 +162,21 @@ class GGUFSource:
         first, last = check_read(entry, row_start, row_end, out, columns)
         if row_start == row_end:
             return
-        dtype, width = getattr(torch, entry.dtype), last - first
-        for run in self._runs(tensor, row_start, row_end):
-            place = (run.row - row_start) * width * dtype.itemsize
-            own = out[place : place + run.num_rows * width * dtype.itemsize]
-            self._read_run(tensor, run, own, dtype, None if columns is None else (first, last))
-        if self._states is not None and RATES.fullmatch(tensor.name):
-            torch.frombuffer(out, dtype=dtype).neg_().log_()
-
-    def _read_run(
-        self, tensor: GGUFTensor, run: Run, out: memoryview, dtype: torch.dtype, columns: tuple[int, int] | None
-    ) -> None:
-        """Read consecutive rows of the file as numbers; rows of native types directly."""
-        import torch
-
         num_columns = table_shape(tensor.shape)[1]
+        dtype = getattr(torch, entry.dtype)
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
         if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
-            self._data.read_into(tensor, run.file_row * num_columns * dtype.itemsize, out)
+            self._read_rows(tensor, (row_start, row_end), num_columns * dtype.itemsize, out)
+            if self._states is not None and RATES.fullmatch(tensor.name):
+                torch.frombuffer(out, dtype=dtype).neg_().log_()
             return
-        first, last = columns or (0, num_columns)
-        values = torch.frombuffer(out, dtype=dtype).view(run.num_rows, last - first)
+        values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
         step = max(1, STEP_ELEMENTS // num_columns)
-        for start in range(0, run.num_rows, step):
-            end = min(start + step, run.num_rows)
-            rows = run.file_row + start, run.file_row + end
-            self._read_step(tensor, rows, head_dim, (first, last), values[start:end])
-            self._apply_factors(tensor, rows, values[start:end])
+        for start in range(row_start, row_end, step):
+            rows = start, min(start + step, row_end)
+            step_values = values[start - row_start : rows[1] - row_start]
+            self._read_step(tensor, rows, head_dim, (first, last), step_values)
+            self._apply_factors(tensor, rows, step_values)
 
     def read_packed(
         self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
@@ -194,6 +184,7 @@ class GGUFSource:
         """Split the blocks of some rows into planes, in steps; the factor of a matrix is each row's second scale."""
         import torch
 
+        from holdfast.loading.gguf.dequantize import split
         from holdfast.quant.packed_weight import plane_bytes
 
         tensor = self._tensors[name]
@@ -201,33 +192,19 @@ class GGUFSource:
         if row_start == row_end:
             return
         views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
-        for run in self._runs(tensor, row_start, row_end):
-            own_views = [view[run.row - row_start : run.row - row_start + run.num_rows] for view in views]
-            self._split_run(tensor, run, own_views, (first, last))
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
+        for start in range(row_start, row_end, step):
+            end = min(start + step, row_end)
+            blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
+            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
+            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
+                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
+                view[start - row_start : end - row_start].view(own.shape).copy_(own)
         if scheme.second != "none":
             numbers = torch.ones(row_end - row_start, 1)
             self._apply_factors(tensor, rows, numbers)
             views[-1].copy_(numbers.view(torch.uint8))
-
-    def _split_run(self, tensor: GGUFTensor, run: Run, views: Sequence[torch.Tensor], columns: tuple[int, int]) -> None:
-        """Split the blocks of consecutive rows of the file into planes."""
-        import torch
-
-        from holdfast.loading.gguf.dequantize import split
-
-        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
-        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
-        for start in range(0, run.num_rows, step):
-            end = min(start + step, run.num_rows)
-            blocks = self._row_blocks(tensor, (run.file_row + start, run.file_row + end), head_dim, columns)
-            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
-            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
-                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
-                view[start:end].view(own.shape).copy_(own)
-
-    def _runs(self, tensor: GGUFTensor, start: int, end: int) -> Iterable[Run]:
-        """Return the runs of rows [start, end) in the file."""
-        return (Run(start, start, end - start),) if self._states is None else self._states.runs(tensor.name, start, end)
 
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
@@ -323,8 +300,19 @@ class GGUFSource:
         raw: bytearray | None = getattr(self._buffers, "raw", None)
         if raw is None or len(raw) < num_bytes:
             raw = self._buffers.raw = bytearray(num_bytes)
-        self._data.read_into(tensor, first * tensor.type.block_bytes, memoryview(raw)[:num_bytes])
+        row_blocks = max(1, table_shape(tensor.shape)[1] // tensor.type.block_elements)
+        rows, row_bytes = (first // row_blocks, last // row_blocks), row_blocks * tensor.type.block_bytes
+        self._read_rows(tensor, rows, row_bytes, memoryview(raw)[:num_bytes])
         return torch.frombuffer(raw, dtype=torch.uint8, count=num_bytes)
+
+    def _read_rows(self, tensor: GGUFTensor, rows: tuple[int, int], row_bytes: int, out: memoryview) -> None:
+        """Read rows as stored; those of gated delta nets in the order of a checkpoint."""
+        if self._states is None:
+            self._data.read_into(tensor, rows[0] * row_bytes, out)
+            return
+        for run in self._states.runs(tensor.name, *rows):
+            place = (run.row - rows[0]) * row_bytes
+            self._data.read_into(tensor, run.file_row * row_bytes, out[place : place + run.num_rows * row_bytes])
 
     def _values(self, num_elements: int) -> torch.Tensor:
         """Return a buffer of float32 values; valid until this thread's next read."""
@@ -366,6 +354,13 @@ def _factor_of(file: GGUFFile, tensor: GGUFTensor) -> GGUFTensor | None:
 def _wrong_factors(file: GGUFFile, factors: GGUFTensor, found: str, expected: str) -> ModelFormatError:
     name = file.files[factors.part].path.name
     return ModelFormatError("gguf.wrong_tensor", file=name, tensor=factors.name, found=found, expected=expected)
+
+
+def _refuse_coded_vectors(file: GGUFFile) -> None:
+    """Refuse rates and biases by head in blocks: a head would have no bytes of its own."""
+    for name, tensor in file.tensors.items():
+        if VECTORS.fullmatch(name) and tensor.type.name not in NATIVE_DTYPES:
+            raise _wrong_factors(file, tensor, f"is {tensor.type.name}", f"{', '.join(NATIVE_DTYPES)}")
 
 
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:

@@ -18,6 +18,8 @@ from holdfast.families.state.spec import StateSpec
 
 TILED_ARCHITECTURES = ("qwen35", "qwen35moe")
 RATES = re.compile(r"blk\.[0-9]+\.ssm_a", re.ASCII)
+VECTORS = re.compile(r"blk\.[0-9]+\.(?:ssm_a|ssm_dt\.bias)", re.ASCII)
+"""Tensors with one number for each value head."""
 _BY_HEAD = re.compile(
     r"blk\.[0-9]+\.(?:(attn_qkv|ssm_conv1d)\.weight|(attn_gate)\.weight|(ssm_alpha|ssm_beta)\.weight|ssm_dt\.bias|ssm_a)",
     re.ASCII,
