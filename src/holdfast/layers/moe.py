@@ -180,9 +180,14 @@ class ExpertLayer:
         )
 
     def room_for_codes(self, buffers: ExpertBuffers, x_TH: torch.Tensor) -> QuantizedRows | None:
-        """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none."""
+        """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none.
+
+        Without a shared expert, the codes are for the others.
+        """
         shared = self.shared
-        if shared is None or buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
+        if shared is None:
+            return room_for_codes(buffers.quantized, self.gate_up, len(x_TH))
+        if buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
             return None
         return shared.mlp.gate_up.room_for_codes(buffers.shared.quantized, len(x_TH))
 
@@ -195,7 +200,8 @@ class ExpertLayer:
         is_coded: bool = False,
     ) -> torch.Tensor:
         """`token_ids_T` are read only if experts come from a table. If `is_coded`, `room_for_codes` has the codes of x."""
-        has_begun = self._begin(x_TH, buffers, is_coded)
+        routes_codes = is_coded and self.shared is None
+        has_begun = self._begin(x_TH, buffers, is_coded and not routes_codes)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
         biases, table_VS = self._biases, self._table_VS
         if table_VS is None:
@@ -206,9 +212,9 @@ class ExpertLayer:
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         if self._sharing is not None:
-            made = self._multiply_shared(self._sharing, x_TH, buffers, has_begun=has_begun)
+            made = self._multiply_shared(self._sharing, x_TH, buffers, routes_codes, has_begun)
             return self._sharing.combine(made, out_TH)
-        return sum_experts(self._multiply(x_TH, buffers, has_begun=has_begun), out_TH)
+        return sum_experts(self._multiply(x_TH, buffers, routes_codes, has_begun), out_TH)
 
     def _begin(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool) -> bool:
         """Compute the router's logits, and beside them gate and up of the shared expert; return False without the latter.

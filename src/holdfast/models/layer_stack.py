@@ -251,7 +251,11 @@ class LayerStack(StepWorkspace):
             inputs_TH, codes, buffers = x_TH, None, self._buffers_of(layer.attention, len(batch.token_ids_T))
             if self._spec.norm_first:
                 codes = layer.attention.room_for_codes(buffers.quantized, len(batch.token_ids_T))
-                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
+                delta = delta_TH if has_delta else None
+                if codes is not None and layer.attention.reads_codes_alone:
+                    inputs_TH = layer.attn_norm.encode(x_TH, delta, normed_TH, codes)
+                else:
+                    inputs_TH = layer.attn_norm(x_TH, delta, normed_TH, codes)
             is_coded = codes is not None
             delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
             if wanted_only and batch.logits is not None:
@@ -312,14 +316,17 @@ class LayerStack(StepWorkspace):
     def _run_normed_mlp(
         self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
-        """Compute x += delta, and delta = MLP of the normed x. The norm quantizes x too if the MLP takes codes."""
+        """Compute x += delta, and delta = MLP of the normed x. The norm quantizes x if products take codes: an MLP reads these alone."""
         num_rows = x_RH.shape[0]
         if isinstance(layer.mlp, ExpertLayer):
-            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), self._expert_buffers(num_rows), delta_RH)
+            room = self._expert_buffers(num_rows)
+            codes = layer.mlp.room_for_codes(room, x_RH)
+            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH, codes), room, delta_RH, is_coded=codes is not None)
             return
         buffers = self._mlp_buffers(num_rows)
         codes = layer.mlp.first.room_for_codes(buffers.quantized, num_rows)
-        inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
+        norm = layer.mlp_norm
+        inputs_RH = norm(x_RH, delta_RH, normed_RH) if codes is None else norm.encode(x_RH, delta_RH, normed_RH, codes)
         layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
     def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 each family's own type

@@ -64,6 +64,9 @@ class StateWeights(NamedTuple):
 class StateLayer:
     """One layer."""
 
+    reads_codes_alone = False
+    """False: two products read the norm of x."""
+
     def __init__(self, spec: StateSpec, in_proj: Linear, o: Linear, weights: StateWeights, states: LayerStates) -> None:
         self.in_proj, self.o = in_proj, o
         self._spec, self._weights, self._states = spec, weights, states
