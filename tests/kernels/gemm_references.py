@@ -23,6 +23,7 @@ from holdfast.kernels.gemm.quantize_activations import (
     RowAmaxBits,
     quantize_rows_reference,
 )
+from holdfast.kernels.gemm.small_batch import SideProduct
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.quant.packed_values import dequantize_rows
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
@@ -81,10 +82,13 @@ def normed_linear_reference(
     gated: bool,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
+    side: SideProduct | None = None,
 ) -> Tensor:
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
+    if side is not None:
+        side.out_MP.copy_(rows.scaled_MK.float() @ side.weight_PK.float().t() * scale_M1)
     if isinstance(weight, QuantizedWeight):
         assert scratch.amax is not None, "a quantized product needs amax"
         sums = quantized_sums_reference(rows.scaled_MK, weight, RowAmax(scratch.amax.normed, rows.num_squares))

@@ -250,6 +250,26 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
     small_batch.small_batch_linear(x, weight, None if gated else bias, out, scratch)
 
 
+def state_products_of(scheme: str | None, num_rows: int, hidden: int, size_n: int, num_gates: int) -> None:
+    """The products of a layer with a state on the fused decode path, gates beside the first, with norms of 1 + w."""
+    squares, counts = torch.empty(4096), torch.empty(64, dtype=torch.int32)
+    amax = deferred_rms_norm.AmaxScratch(squares, squares, counts) if scheme is not None else None
+    scratch = deferred_rms_norm.SmallBatchScratch(squares, squares, counts, amax)
+    weight: Any = torch.empty((1, hidden), dtype=BF16).expand(size_n, hidden)
+    if scheme is not None:
+        planes = (
+            torch.empty(1, dtype=getattr(torch, one.dtype)) for one in WEIGHT_SCHEMES[scheme].planes((size_n, hidden))
+        )
+        weight = QuantizedWeight(WEIGHT_SCHEMES[scheme], (size_n, hidden), *planes)
+    x, y = torch.empty(num_rows, hidden, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
+    side = small_batch.SideProduct(torch.empty(num_gates, hidden, dtype=BF16), torch.empty(num_rows, num_gates))
+    rows = deferred_rms_norm.NormedRows(x, 320, 1e-6)
+    small_batch.normed_linear(rows, weight, None, False, y, scratch, side)
+    stream = deferred_rms_norm.ResidualStream(y, torch.empty(size_n, dtype=BF16), 1e-6, y, scratch, 1.0)
+    small_batch.linear_add(x, weight, None, stream, deferred_rms_norm.RowAmax(squares, 1))
+    deferred_rms_norm.defer_rms_norm(stream)
+
+
 def attention_of(
     dtype: torch.dtype,
     group: int,
@@ -927,6 +947,13 @@ def states_of(
 
 
 STATE_CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"products of a state in {scheme or 'bfloat16'}, {num_rows} rows": partial(
+            state_products_of, scheme, num_rows, 5120, 16384, 96
+        )
+        for scheme in (None, "fp8", "int8")
+        for num_rows in (1, 16)
+    },
     "states of 48 heads, decode": lambda: states_of("bfloat16", (16, 48), decode=True),
     "states of 48 heads": lambda: states_of("bfloat16", (16, 48)),
     "states of 32 heads": lambda: states_of("bfloat16", (16, 32)),

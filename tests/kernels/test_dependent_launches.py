@@ -37,7 +37,7 @@ CONSTANT = {
         *("p_extra", "p_mins", "p_zeros", "p_d", "p_dmin", "p_second"),
     },
     "norm": {"p_weight"},
-    "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
+    "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight", "p_shared_weight", "p_shared_scales"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
     "state": {"p_weight", "p_log_rate"},
 }

@@ -210,6 +210,23 @@ def test_fused_experts_with_shared_expert_match_norm_and_layer(device, scheme, n
     assert (without.float() - wanted).abs().max() > 0.1, "the shared expert adds nothing"
 
 
+def test_fused_experts_shared_expert_needs_cleared_amax():
+    """An e4m3 gate raises amax; int8 has none. A limit on the gate is not what these products compute."""
+    cleared = RowAmax(torch.zeros(NUM_GATE_AMAX, dtype=torch.int32), NUM_GATE_AMAX)
+    with_amax, without = (make_scratch(CPU, has_amax) for has_amax in (True, False))
+    for scheme, wanted in ((None, (True,) * 3), ("int8", (True, True, False)), ("fp8", (True, False, False))):
+        shared = make_shared(scheme, torch.float32, CPU, INNER, True)
+        given = ((with_amax, cleared), (with_amax, None), (without, None))
+        assert tuple(shared.takes_normed(*one) for one in given) == wanted, scheme
+        shared.mlp.limit = 7.0
+        assert not shared.takes_normed(with_amax, cleared)
+    for scheme in ("mxfp4", "fp8_block"):
+        assert not make_shared(scheme, torch.float32, CPU, INNER, True).takes_normed(with_amax, cleared)
+    mixed = make_shared("fp8", torch.float32, CPU, INNER, True)
+    mixed.mlp.down = make_shared("int8", torch.float32, CPU, INNER, True).mlp.down
+    assert not mixed.takes_normed(with_amax, cleared), "codes of two kinds"
+
+
 def test_fused_experts_shared_expert_joins_the_others_in_one_row(device, monkeypatch):
     """One product of nine pairs, in place of products of its own."""
     from holdfast.layers import moe

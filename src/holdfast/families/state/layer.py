@@ -14,7 +14,7 @@ from holdfast.families.state.backend import HybridAttention, LayerStates
 from holdfast.families.state.spec import SCRATCH, StateSpec
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.kernels.gemm.small_batch import normed_linear
+from holdfast.kernels.gemm.small_batch import SideProduct, normed_linear
 from holdfast.kernels.state.causal_conv import causal_conv
 from holdfast.kernels.state.delta_chunks import delta_chunks
 from holdfast.kernels.state.delta_drafts import delta_drafts
@@ -100,8 +100,8 @@ class StateLayer:
         self, rows: NormedRows, batch: Batch, plan: StepPlan, buffers: StateBuffers, scratch: SmallBatchScratch
     ) -> torch.Tensor:
         """Fused decode path, up to the output projection, with rows whose RMSNorm is deferred."""
-        normed_linear(rows, self.in_proj.weight_NK, self.in_proj.bias_N, False, buffers.projected_TX, scratch)
-        normed_linear(rows, self._weights.in_gates_NK, None, False, buffers.gate_inputs_TX, scratch)
+        gates = SideProduct(self._weights.in_gates_NK, buffers.gate_inputs_TX)
+        normed_linear(rows, self.in_proj.weight_NK, self.in_proj.bias_N, False, buffers.projected_TX, scratch, gates)
         attended_TV = self.o.room_for_inputs(buffers.attended_TV)
         self._attend(plan.states, buffers, attended_TV)
         return attended_TV

@@ -18,6 +18,9 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, rele
 
 MAX_K_SPLITS = 8
 GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
+SIDE_OUTPUTS, SIDE_COLUMNS_PER_WARP = 4, 256
+"""Outputs per program of a side product of one row (`SideProduct`), and its columns per load and warp."""
+SIDE_N = kernel_constant(SIDE_OUTPUTS)
 
 
 def row_form(num_rows: int) -> bool:
@@ -78,6 +81,32 @@ def residual_epilogue_rows(
     b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
     tl.store(p_squares + o_m * tl.num_programs(0) + i_n, b_squares, mask=m_m)
     return b_y, b_scaled
+
+
+@jit
+def side_row(
+    p_x, p_side, p_side_out, p_squares, i_p, side_n, size_k, num_squares, eps,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, RELEASES: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Compute some outputs of a side product of one row."""
+    o_p = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_p = o_p < side_n
+    p_w = p_side + o_p[:, None].to(tl.int64) * size_k + o_k[None, :]
+    if RELEASES:
+        release_then_wait(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_wait()
+    o_j = tl.arange(0, BLOCK_J)
+    b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
+    b_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, size_k, BLOCK_K):
+        m_k = k + o_k < size_k
+        b_w = tl.load(p_w + k, mask=m_p[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_sum += b_w.to(tl.float32) * b_x[None, :]
+    scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+    tl.store(p_side_out + o_p, tl.sum(b_sum, axis=1) * scale, mask=m_p)
 
 
 class GemvBlocks(NamedTuple):
@@ -214,12 +243,23 @@ def _even_load(p, m, POLICY: constexpr, EVEN: constexpr):
 @jit
 def gemv_kernel(
     p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
-    p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, num_squares, num_amax, eps,
+    p_scales, p_amax, p_new_amax, p_gate_amax, p_side, p_side_out, side_n, num_rows, size_n, size_k, num_squares,
+    num_amax, eps,
     EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
     RESIDUAL: constexpr, DEFERRED_NORM: constexpr, IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr,
-    OFFSET: constexpr, GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+    OFFSET: constexpr, GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, SIDE_K: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
+    if p_side is not None:
+        num_side = tl.cdiv(side_n, SIDE_N)
+        if i_n < num_side:
+            side_row(
+                p_x, p_side, p_side_out, p_squares, i_n, side_n, size_k, num_squares, eps, SIDE_N, SIDE_K, BLOCK_J,
+                not IS_QUANTIZED, PDL,
+            )  # fmt: skip
+            return
+        i_n -= num_side
     if GROUP_ROWS > 0:
         p_x += i_n * BLOCK_N // GROUP_ROWS * size_k  # a group of outputs has columns of x for itself
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
