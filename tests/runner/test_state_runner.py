@@ -144,7 +144,7 @@ def test_draft_tokens_have_their_own_lines(tmp_path: Path) -> None:
     assert after["states/drafts"].num_bytes == layers * seqs * 4 * (3 * channels + 7 * 2 * 4)
     for owner in ("kv state/conv", "kv state/recurrent"):
         assert after[owner].num_bytes == before[owner].num_bytes
-    assert drafted.plan.state_rule is not None  # noqa: PT018
+    assert drafted.plan.state_rule is not None
     assert drafted.plan.state_rule.num_drafts == 3
 
 
