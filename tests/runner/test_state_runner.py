@@ -61,7 +61,7 @@ def test_plan_ledger_and_memory_agree_to_the_byte(tmp_path: Path, settings: str)
         assert {"kv state/conv", "kv state/recurrent", "inputs/states", "states/lists"} <= held.keys()
         assert built.plan.memory.kv_bytes <= kv_bytes <= built.plan.memory.kv_bytes + padding_bytes
         (mask_bytes,) = (term.num_bytes for term in built.plan.memory.terms if term.owner == "sampling/masks")
-        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs + mask_bytes
+        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.sampled_rows + mask_bytes
         assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
         built.release()
 

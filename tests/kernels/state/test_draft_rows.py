@@ -168,7 +168,7 @@ def test_drafts_in_company_have_the_bits_of_single_rows(device, functions, heads
     net = Net(layer, functions, device, num_drafts)
     clients = [Client(i, *pair, 2) for i, pair in enumerate(sequences)]
     net.run([(Part(i, 0, 2), one.at(slice(2))) for i, (one, _) in enumerate(sequences)])
-    prompt = make_tokens(heads, 66, seed=40)
+    prompt = make_tokens(heads, 5, seed=40)
     for step in range(num_steps):
         own = dice.sample(clients, dice.randint(1, 3))
         before = {client.place: client.start for client in own}
@@ -177,7 +177,7 @@ def test_drafts_in_company_have_the_bits_of_single_rows(device, functions, heads
             given = dice.randint(0, num_drafts)
             parts.append(client.part(given, dice.randint(0, given)))
         if step % 3 == 1:
-            parts.insert(1, (Part(4, 0, 66), prompt))
+            parts.insert(1, (Part(4, 0, 5), prompt))
         found = net.run(parts, num_padding=step % 3)
         row = 0
         for part, _ in parts:
@@ -202,6 +202,20 @@ def test_first_row_with_drafts_starts_from_zeros(device, functions, heads) -> No
     found = net.run([(Part(1, 3, 1, 0, 2), tokens.at(slice(3, 4)))])
     assert same_bits(found[0], outputs[3])
     assert all(map(same_bits, net.states(1), states[4]))
+
+
+def test_drafts_after_accepted_ones_leave_their_gates_to_other_programs(device) -> None:
+    """Programs of a head come one after the other here: the second one reads gates after the first has written some."""
+    heads = Heads(1, 1, 8, 40)
+    layer, tokens = make_layer(heads), make_tokens(heads, 6)
+    outputs, states = truth(Net(layer, KERNELS, device, 0), 0, tokens, 1)
+    net, client = Net(layer, KERNELS, device, 1), Client(0, tokens, tokens, 1)
+    net.run([(Part(0, 0, 1), tokens.at(slice(1)))])
+    for given in (1, 1, 0):
+        start = client.start
+        found = net.run([client.part(given, given)])
+        assert all(same_bits(found[at], outputs[start + at]) for at in range(given + 1))
+        assert all(map(same_bits, net.states(0), states[start + 1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
