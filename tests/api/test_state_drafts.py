@@ -85,11 +85,10 @@ class Scripted(NgramProposer):
 
     def follow(self, texts: Sequence[list[int]], num_right: NumRight) -> None:
         self.texts, self.num_right = texts, num_right
-        self.num_rejected: set[int] = set()
 
     def propose(self, sequence_id: int, token_ids: Sequence[int]) -> tuple[int, ...]:
         known = len(token_ids)
-        text = next(text for text in self.texts if text[:known] == list(token_ids))
+        text = next((text for text in self.texts if text[:known] == list(token_ids)), [])
         drafts = text[known : known + self.num_proposals]
         first_wrong = self.num_right(sequence_id, known)
         if first_wrong < len(drafts):

@@ -106,7 +106,7 @@ class Client:
 
 
 def truth(net: Net, place: int, tokens: Tokens, prompt: int) -> tuple[list[torch.Tensor], dict[int, Any]]:
-    """Outputs by position after the prompt, and states before each position, of one row a step without draft tokens."""
+    """Outputs by position, and states before each position after the prompt, of one row a step without draft tokens."""
     outputs, states = list(net.run([(Part(place, 0, prompt), tokens.at(slice(prompt)))])), {prompt: net.states(place)}
     for at in range(prompt, len(tokens.qkv_TC)):
         outputs += net.run([(Part(place, at, 1), tokens.at(slice(at, at + 1)))], as_decode=at % 2 == 0)
@@ -144,7 +144,7 @@ def test_drafts_rejected_at_every_place_leave_the_bits_of_single_rows(
     plan = [pair for one in pairs for pair in ((num_drafts, num_drafts), one)]
     layer, length = make_layer(heads), 3 + sum(1 + right for _, right in plan) + num_drafts + 1
     tokens, wrong = make_tokens(heads, length), make_tokens(heads, length, seed=9)
-    outputs, states = truth(Net(layer, functions, device, 0, width), 2, tokens, 3)
+    outputs, states = truth(Net(layer, functions, device, num_drafts, width), 2, tokens, 3)
     net, client = Net(layer, functions, device, num_drafts, width), Client(2, tokens, wrong, 3)
     net.run([(Part(2, 0, 3), tokens.at(slice(3)))])
     for given, right in (*plan, (0, 0)):
@@ -164,7 +164,7 @@ def test_drafts_in_company_have_the_bits_of_single_rows(device, functions, heads
     layer, num_steps = make_layer(heads), 3 if is_short else 8
     length = 2 + (num_drafts + 1) * (num_steps + 1)
     sequences = [(make_tokens(heads, length, seed=i), make_tokens(heads, length, seed=20 + i)) for i in range(3)]
-    truths = [truth(Net(layer, functions, device, 0), i, one, 2) for i, (one, _) in enumerate(sequences)]
+    truths = [truth(Net(layer, functions, device, num_drafts), i, one, 2) for i, (one, _) in enumerate(sequences)]
     net = Net(layer, functions, device, num_drafts)
     clients = [Client(i, *pair, 2) for i, pair in enumerate(sequences)]
     net.run([(Part(i, 0, 2), one.at(slice(2))) for i, (one, _) in enumerate(sequences)])
@@ -194,7 +194,7 @@ def test_drafts_in_company_have_the_bits_of_single_rows(device, functions, heads
 def test_first_row_with_drafts_starts_from_zeros(device, functions, heads) -> None:
     """A prompt of one token: its place may hold anything."""
     layer, tokens = make_layer(heads), make_tokens(heads, 4)
-    outputs, states = truth(Net(layer, functions, device, 0), 1, tokens, 1)
+    outputs, states = truth(Net(layer, functions, device, 2), 1, tokens, 1)
     net = Net(layer, functions, device, 2)
     found = net.run([(Part(1, 0, 3, 2), tokens.at(slice(3)))])
     assert all(same_bits(found[at], outputs[at]) for at in range(3))
@@ -204,11 +204,22 @@ def test_first_row_with_drafts_starts_from_zeros(device, functions, heads) -> No
     assert all(map(same_bits, net.states(1), states[4]))
 
 
+@CASES
+def test_single_rows_are_those_of_an_engine_without_drafts(device, functions, heads) -> None:
+    """One row a step, through the functions of either: on a GPU these are other kernels."""
+    layer, tokens = make_layer(heads), make_tokens(heads, 6)
+    outputs, states = truth(Net(layer, functions, device, 0), 1, tokens, 2)
+    others, other_states = truth(Net(layer, functions, device, 2), 1, tokens, 2)
+    for own, other in ((outputs, others), (states[6], other_states[6])):
+        for x, y in zip(own, other, strict=True):
+            assert same_bits(x, y) if functions is REFERENCES else torch.allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
 def test_drafts_after_accepted_ones_leave_their_gates_to_other_programs(device) -> None:
     """Programs of a head come one after the other here: the second one reads gates after the first has written some."""
     heads = Heads(1, 1, 8, 40)
     layer, tokens = make_layer(heads), make_tokens(heads, 6)
-    outputs, states = truth(Net(layer, KERNELS, device, 0), 0, tokens, 1)
+    outputs, states = truth(Net(layer, KERNELS, device, 1), 0, tokens, 1)
     net, client = Net(layer, KERNELS, device, 1), Client(0, tokens, tokens, 1)
     net.run([(Part(0, 0, 1), tokens.at(slice(1)))])
     for given in (1, 1, 0):
@@ -223,7 +234,7 @@ def test_drafts_of_16_bit_inputs_have_the_bits_of_single_rows(device, dtype) -> 
     heads = Heads(1, 2, 8, 16)
     layer, tokens = make_layer(heads), make_tokens(heads, 8, dtype=dtype)
     for functions in (REFERENCES, KERNELS):
-        outputs, states = truth(Net(layer, functions, device, 0, dtype=dtype), 0, tokens, 2)
+        outputs, states = truth(Net(layer, functions, device, 3, dtype=dtype), 0, tokens, 2)
         net = Net(layer, functions, device, 3, dtype=dtype)
         client = Client(0, tokens, make_tokens(heads, 8, seed=1, dtype=dtype), 2)
         net.run([(Part(0, 0, 2), tokens.at(slice(2)))])
@@ -238,7 +249,7 @@ def test_drafts_of_16_bit_inputs_have_the_bits_of_single_rows(device, dtype) -> 
 @pytest.mark.parametrize("heads", [Heads(16, 48, 128, 128), Heads(8, 8, 128, 128, by_channel=True)], ids=name_of)
 def test_drafts_of_model_size_have_the_bits_of_single_rows(device, heads) -> None:
     layer, tokens = make_layer(heads), make_tokens(heads, 40, dtype=torch.bfloat16)
-    outputs, states = truth(Net(layer, KERNELS, device, 0, dtype=torch.bfloat16), 3, tokens, 2)
+    outputs, states = truth(Net(layer, KERNELS, device, 4, dtype=torch.bfloat16), 3, tokens, 2)
     net = Net(layer, KERNELS, device, 4, dtype=torch.bfloat16)
     client = Client(3, tokens, make_tokens(heads, 40, seed=1, dtype=torch.bfloat16), 2)
     net.run([(Part(3, 0, 2), tokens.at(slice(2)))])
@@ -254,7 +265,7 @@ def test_drafts_replay_in_a_graph_and_allocate_nothing(device) -> None:
     """One captured launch serves steps with other drafts, accepted ones and none."""
     heads = Heads(2, 4, 64, 64)
     layer, tokens = make_layer(heads), make_tokens(heads, 24)
-    outputs, states = truth(Net(layer, KERNELS, device, 0), 0, tokens, 2)
+    outputs, states = truth(Net(layer, KERNELS, device, 3), 0, tokens, 2)
     net, client = Net(layer, KERNELS, device, 3), Client(0, tokens, make_tokens(heads, 24, seed=1), 2)
     net.run([(Part(0, 0, 2), tokens.at(slice(2)))])
     num_rows = 6
