@@ -99,9 +99,10 @@ from holdfast.kernels.moe import (  # noqa: E402
     routing,
 )
 from holdfast.kernels.sampling import edit_logits  # noqa: E402
-from holdfast.kernels.state import causal_conv, delta_chunks, delta_step, gated_norm  # noqa: E402
+from holdfast.kernels.state import causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm  # noqa: E402
 from holdfast.kernels.state.delta_inputs import DeltaInputs  # noqa: E402
-from holdfast.kernels.state.state_geometry import delta_chunk_specs, state_list_specs  # noqa: E402
+from holdfast.kernels.state.kept_drafts import KeptDrafts  # noqa: E402
+from holdfast.kernels.state.state_geometry import delta_chunk_specs, draft_specs, state_list_specs  # noqa: E402
 from holdfast.kernels.state.state_rows import StateRows  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
@@ -946,6 +947,36 @@ def states_of(
     gated_norm.gated_norm_triton(out_THV, out_THV, x_TC[0, :value_dim], 1e-6, out_THV)
 
 
+def drafts_of(
+    dtype: str,
+    heads: tuple[int, int],
+    dims: tuple[int, int] = (128, 128),
+    by_channel: bool = False,
+    num_drafts: int = 4,
+    decode: bool = False,
+) -> None:
+    """A step of a gated delta net whose sequences may have draft tokens."""
+    num_rows, num_slots, (key_heads, value_heads), (key_dim, value_dim) = 70, 4, heads, dims
+    torch_dtype, num_channels = getattr(torch, dtype), 2 * key_heads * key_dim + value_heads * value_dim
+    gate_shape = (value_heads, key_dim)[: 1 + by_channel]
+    x_TC = torch.empty(num_rows, num_channels, dtype=torch_dtype)
+    a_TH, b_TH = (torch.empty(num_rows, *shape) for shape in (gate_shape, (value_heads,)))
+    gates = a_TH, b_TH, torch.empty(value_heads), torch.empty(gate_shape)
+    inputs = DeltaInputs.of(x_TC, key_heads, key_dim, value_heads, value_dim, *gates)
+    numbers = torch.empty(num_rows, dtype=torch.int64)
+    sequences_N4 = None if decode else torch.empty(num_slots, 4, dtype=torch.int32)
+    rows = StateRows(numbers, numbers, sequences_N4, drafts_T=numbers)
+    specs = draft_specs(1, num_slots, num_drafts, num_channels, gate_shape, dtype)
+    held = [torch.empty(spec.shape[1:], dtype=getattr(torch, spec.dtype)) for spec in specs]
+    kept = KeptDrafts(*held, accepted_SDC=torch.empty_like(held[0]))
+    conv_PCW, weight_CW = (
+        torch.empty(*shape, dtype=torch_dtype) for shape in ((2, num_channels, 3), (num_channels, 4))
+    )
+    causal_conv.causal_conv_triton(x_TC, rows, weight_CW, conv_PCW, torch.empty_like(x_TC), kept=kept)
+    state_PHKV, out_THV = torch.empty(2, value_heads, key_dim, value_dim), torch.empty_like(inputs.v_THV).contiguous()
+    delta_drafts.delta_drafts_triton(inputs, rows, state_PHKV, out_THV, kept)
+
+
 STATE_CASES: dict[str, Callable[[], None]] = {
     **{
         f"products of a state in {scheme or 'bfloat16'}, {num_rows} rows": partial(
@@ -962,6 +993,9 @@ STATE_CASES: dict[str, Callable[[], None]] = {
     "states by channel": lambda: states_of("bfloat16", (32, 32), by_channel=True),
     "states by channel, decode": lambda: states_of("bfloat16", (32, 32), by_channel=True, decode=True),
     "states by channel of 24 by 40": lambda: states_of("float16", (2, 4), (24, 40), by_channel=True),
+    "states of 48 heads, draft tokens": lambda: drafts_of("bfloat16", (16, 48)),
+    "states of 6 heads of 24 by 48, one draft token": lambda: drafts_of("float16", (3, 6), (24, 48), num_drafts=1),
+    "states by channel, draft tokens, decode": lambda: drafts_of("bfloat16", (8, 8), by_channel=True, decode=True),
 }
 
 V4_CASES: dict[str, Callable[[], None]] = {
@@ -1318,7 +1352,7 @@ def main() -> None:
         write_kv,
         write_quantized_kv,
         write_window,
-        *(causal_conv, delta_chunks, delta_step, gated_norm),
+        *(causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm),
     ]
     kernels = []
     for module in modules:

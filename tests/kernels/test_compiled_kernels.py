@@ -229,6 +229,9 @@ OTHER_CASES = (
     "states by channel",
     "states by channel, decode",
     "states by channel of 24 by 40",
+    "states of 48 heads, draft tokens",
+    "states of 6 heads of 24 by 48, one draft token",
+    "states by channel, draft tokens, decode",
 )
 
 

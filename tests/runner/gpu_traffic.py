@@ -198,6 +198,19 @@ MODELS["compressed_small"] = MODELS["compressed"] | {
     "index_topk": 5,
 }
 """Sizes that any GPU's kernels take."""
+MODELS["states"] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+"""Gated delta nets."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,

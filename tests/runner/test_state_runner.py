@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "codes": {"kv_cache_dtype": "turboquant_k8v4", "page_tokens": None},
     "near": {"kv_cache_dtype": "turboquant_3bit_nc", "kv_near_tokens": 64, "page_tokens": None},
     "weights": {"quantization": "int8"},
+    "draft tokens": {"speculative": "ngram:3"},
 }
 
 
@@ -60,7 +61,7 @@ def test_plan_ledger_and_memory_agree_to_the_byte(tmp_path: Path, settings: str)
         assert {"kv state/conv", "kv state/recurrent", "inputs/states", "states/lists"} <= held.keys()
         assert built.plan.memory.kv_bytes <= kv_bytes <= built.plan.memory.kv_bytes + padding_bytes
         (mask_bytes,) = (term.num_bytes for term in built.plan.memory.terms if term.owner == "sampling/masks")
-        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs + mask_bytes
+        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.sampled_rows + mask_bytes
         assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
         built.release()
 
@@ -134,10 +135,17 @@ def test_short_steps_are_refused(tmp_path: Path) -> None:
         build(tmp_path, max_num_batched_tokens=63)
 
 
-def test_draft_tokens_are_refused(tmp_path: Path) -> None:
-    with raises_code("plan.no_draft_tokens", ConfigError) as caught:
-        build(tmp_path, speculative="ngram:3")
-    assert "keeps a state of a sequence" in caught.value.values["reason"]
+def test_draft_tokens_have_their_own_lines(tmp_path: Path) -> None:
+    """Snapshots keep none of them."""
+    plain, drafted = build(tmp_path), build(tmp_path, speculative="ngram:3")
+    before, after = ({term.owner: term for term in one.plan.memory.terms} for one in (plain, drafted))
+    assert {"states/drafts", "inputs/drafts"} == after.keys() - before.keys()
+    channels, seqs, layers = 2 * 2 * 16 + 4 * 24, 3, 3
+    assert after["states/drafts"].num_bytes == layers * seqs * 4 * (3 * channels + 7 * 2 * 4)
+    for owner in ("kv state/conv", "kv state/recurrent"):
+        assert after[owner].num_bytes == before[owner].num_bytes
+    assert drafted.plan.state_rule is not None
+    assert drafted.plan.state_rule.num_drafts == 3
 
 
 @pytest.mark.parametrize("given", [2, "0,", "1,3"])

@@ -26,7 +26,6 @@ from torch import Tensor
 from holdfast.kernels.state.state_geometry import CHUNK_ROWS
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
-
 DRAFT = -2
 """Marks the row of a draft token in `StateRows.drafts_T`."""
 
