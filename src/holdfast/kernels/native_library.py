@@ -40,6 +40,7 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_packed_rows": [_POINTER] * 3 + [_LONG] * 3,
     "holdfast_place_blocks": [_POINTER] * 2 + [_LONG] * 6 + [_POINTER],
     "holdfast_split_blocks": [_POINTER] * 2 + [_LONG] * 6,
+    "holdfast_quantize_blocks": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_layer": [_POINTER] * 2 + [_LONG],
     "holdfast_add_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] * 2,
