@@ -10,6 +10,7 @@ import torch
 
 from error_codes import raises_code
 from for_each import for_each
+from holdfast import LLM, SamplingParams
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import HoldfastError, UnsupportedModelError
 from holdfast.families.state.spec import StateSpec
@@ -26,7 +27,7 @@ from loading.test_convert import NO_TOKENIZER, quantized
 from loading.test_kept_blocks import assert_kept_equals
 from models.test_decoder import judge
 from models.test_state_models import make_drive, make_requests
-from models.tiny_states import make_state_model
+from models.tiny_states import make_state_model, save_state_model
 from runner.drive import load_model
 
 gguf = pytest.importorskip("gguf")
@@ -192,3 +193,24 @@ def test_state_rows_runs_give_the_rows_of_a_checkpoint(start: int, end: int) -> 
     assert torch.equal(found, torch.arange(start, end))
     assert [run.row for run in runs] == [start, *np.cumsum([run.num_rows for run in runs[:-1]]) + start]
     assert [tuple(run) for run in rows.runs("blk.7.ssm_out.weight", start, end)] == [(start, start, end - start)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FILES[:2])
+def test_gguf_states_gpu_log_probabilities_equal_the_folder(name: str, tmp_path: Path) -> None:
+    """Products add columns of the output projection in another order, so half precision rounds otherwise."""
+    theirs = save_state_model(name, tmp_path / "folder")
+    path = write_state_file(tmp_path / "tiny.gguf", theirs)
+    found, expected = (gpu_log_probabilities(model) for model in (path, tmp_path / "folder"))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+
+
+def gpu_log_probabilities(model: Path) -> torch.Tensor:
+    """Log-probabilities of the tokens of a prompt of more than one chunk, and of the first answers."""
+    options: dict[str, Any] = {"tokenizer": "none", "max_model_len": 256, "max_num_seqs": 2, "dtype": "bfloat16"}
+    with LLM(str(model), device="cuda", **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+        prompt = [(7 * place) % 250 + 3 for place in range(150)]
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    rows = zip(prompt[1:], (output.prompt_logprobs or [])[1:], strict=True)
+    return torch.tensor([row[token].logprob for token, row in rows if row is not None])

@@ -100,3 +100,17 @@ def test_named_dummy_weights_take_what_the_plan_says(name: str) -> None:
     plan = plan_load(model.parameters, model.source, "bfloat16", KEPT, stored=model.stored)
     assert plan.final_bytes == declared.weight_bytes("bfloat16", KEPT)
     assert declare_opened(model, model.name).packed == declared.packed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tiny")
+def test_named_dummy_gpu_writes_the_rows_of_the_cpu() -> None:
+    host = loaded(f"{NAME}:Q4_K_M")
+    model = open_model(f"{NAME}:Q4_K_M", "dummy")
+    plan = plan_load(model.parameters, model.source, "float32", KEPT)
+    device = load_weights(plan, model.source, "cuda", Ledger(), silent).weights
+    model.source.close()
+    for name, weight in device.items():
+        if isinstance(weight, PackedWeight):
+            for one, other in zip(weight.planes(), host[name].planes(), strict=True):
+                assert torch.equal(one.cpu(), other), name

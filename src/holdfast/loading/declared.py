@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import fetch_hub_config, locate_config
+from holdfast.loading.release import as_declared, as_named, bare_name
 from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.models.blueprints.read import declare_config, known_architectures
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from holdfast.loading.planning.open_model import OpenModel
 
 
-GGUF_ENDING = "-gguf"
 SideSettings = tuple[Mapping[str, object] | None, str]
 """Settings of quantization in a file beside config.json, and the file; None: config.json has them, if any."""
 NO_SIDE: SideSettings = (None, CONFIG_FILE)
@@ -60,8 +60,6 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
             error.hinting("It is not in the Hugging Face cache either.")
             raise
         return _read_folder(located.path, located.label)
-    from holdfast.loading.release import as_named
-
     return as_named(_declare_known(name), model)
 
 
@@ -82,14 +80,6 @@ def _declare_known(name: str) -> DeclaredModel:
     from holdfast.models.catalogue import find_model
 
     return declare_config(find_model(name)[1], name)
-
-
-def bare_name(model: str) -> str:
-    """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
-    name = parse_hub_name(model)
-    if name is None:
-        return model
-    return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
 
 
 def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
@@ -193,8 +183,6 @@ def _stored_in_settings(config: dict[str, object], name: str, side: SideSettings
         return None
     declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
     if (packed := read_packed(quantization, file)) is not None:
-        from holdfast.loading.release import as_declared
-
         found = as_declared(declared, packed, quantization) or declared
         return replace(found, notes=(*declared.notes, *packed.notes))
     stored = read_stored_schemes(quantization_of(Settings({**config, QUANTIZATION_KEY: quantization}, file)), file)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from holdfast.families.state.spec import StateSpec
 from holdfast.loading.gguf.config import ARCHITECTURES, SIGMOID_ARCHITECTURE, TABLES
 from holdfast.loading.gguf.state_rows import TILED_ARCHITECTURES
+from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.packed.layout import FLOATS, PackedLayout
 from holdfast.loading.packed.matrices import layout_scheme
 from holdfast.loading.packed.settings import PLAIN_BITS, PackedSettings, read_packed
@@ -36,6 +37,7 @@ from holdfast.models.parameters import CheckpointNames
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme
 
+GGUF_ENDING = "-gguf"
 SCALE_DTYPE = "float16"
 """Type of scales of AWQ and GPTQ; other formats have the checkpoint's."""
 ORDER_DTYPE = "int32"
@@ -55,6 +57,14 @@ class Release(NamedTuple):
 
 
 RELEASES = tuple(Release(**row) for row in read_data("release_formats.json"))
+
+
+def bare_name(model: str) -> str:
+    """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
+    name = parse_hub_name(model)
+    if name is None:
+        return model
+    return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
 
 
 def find_release(model: str) -> Release | None:

@@ -184,7 +184,7 @@ class _Load:
         places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
         if isinstance(self._source, WritingSource):
             packed = self._source.packed_writer(staging) if isinstance(self._source, PackedWritingSource) else None
-            return WriterFeed(self._source.writer(staging), packed, self._moves, chunks, places)
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places, packed)
         if self._device.type == "cpu":
             tiles = TilePlacer(self._source, self._plan.moves, self._tensors, staging["findings"])
             return HostFeed(self._source, self._moves, chunks, places, self._num_readers, tiles)

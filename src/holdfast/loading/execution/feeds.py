@@ -149,10 +149,10 @@ class WriterFeed:
     def __init__(
         self,
         write: RowWriter,
-        write_packed: PackedWriter | None,
         moves: Sequence[Move],
         chunks: Iterator[Chunk],
         places: list[torch.Tensor],
+        write_packed: PackedWriter | None = None,
     ) -> None:
         self._write, self._write_packed = write, write_packed
         self._moves = moves

@@ -37,7 +37,7 @@ from holdfast.models.spec import ModelSpec
 PLAIN, FALLBACK = "F32", "F16"
 """Types of tensors that are no matrices, and of matrices whose rows no block divides."""
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-BETTER_MODULES = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
+BETTER_MODULES = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 PLAIN_MODULES: Mapping[str, str] = {"ffn_gate_inp": "a router", SHARED_GATE: "a router", CONVOLUTION: "a convolution"}
 VECTOR, SHORT = "a vector", "rows of"
 PERMUTED_MODULES = ("attn_q", "attn_k")
