@@ -34,13 +34,13 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, re
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-VALUES_PER_PROGRAM = 64
+VALUES_PER_PROGRAM = 32
 """Fewest columns of a state that a program carries from chunk to chunk."""
 WAVE_PROGRAMS = 132
 """Programs that run at once on an H200: their shared memory allows one per SM."""
 SYSTEM_WARPS, INVERSE_WARPS = 4, 1
 SHARES_PRODUCTS = True
-SCAN_STAGES = 3
+SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
 
@@ -185,33 +185,22 @@ def halves(b_x, TYPE: constexpr):
 
 @jit
 def dot_wide(b_x, b_y):
-    """Return x @ y of float32 x and inputs y."""
-    if b_y.dtype == tl.float32:
+    """Return x @ y of inputs x and float32 y."""
+    if b_x.dtype == tl.float32:
         return tl.dot(b_x, b_y, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_x, b_y.dtype)
-        return tl.dot(b_high, b_y, tl.dot(b_low, b_y))
+        b_high, b_low = halves(b_y, b_x.dtype)
+        return tl.dot(b_x, b_high, tl.dot(b_x, b_low))
 
 
 @jit
-def dot_wide_pair(b_x, b_y, b_z):
-    """Return x @ y and x @ z of float32 x and inputs y and z, without both halves of x in registers at once."""
-    if b_y.dtype == tl.float32:
-        return tl.dot(b_x, b_y, input_precision="tf32x3"), tl.dot(b_x, b_z, input_precision="tf32x3")
+def dot_wider(b_x_high, b_x_low, b_y):
+    """Return x @ y of float32 x in halves and float32 y."""
+    if b_x_high.dtype == tl.float32:
+        return tl.dot(b_x_high, b_y, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_x, b_y.dtype)
-        b_xy, b_xz = tl.dot(b_low, b_y), tl.dot(b_low, b_z)
-        return tl.dot(b_high, b_y, b_xy), tl.dot(b_high, b_z, b_xz)
-
-
-@jit
-def dot_wider(b_x, b_y_high, b_y_low):
-    """Return x @ y of float32 x and float32 y in halves."""
-    if b_y_high.dtype == tl.float32:
-        return tl.dot(b_x, b_y_high, input_precision="tf32x3")
-    else:
-        b_high, b_low = halves(b_x, b_y_high.dtype)
-        return tl.dot(b_high, b_y_high, tl.dot(b_low, b_y_high, tl.dot(b_high, b_y_low)))
+        b_high, b_low = halves(b_y, b_x_high.dtype)
+        return tl.dot(b_x_high, b_high, tl.dot(b_x_high, b_low, tl.dot(b_x_low, b_high)))
 
 
 @jit
@@ -457,11 +446,7 @@ def chunk_scan_kernel(
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, VALUE_DIM: constexpr, BY_CHANNEL: constexpr,
     CHUNK: constexpr, NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows.
-
-    All products are transposed: the state, what rows read and what they write stay in registers as left operands, and
-    right operands are inputs as they lie in memory. So no product waits for shared memory that another one fills.
-    """
+    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows."""
     release_then_wait(PDL)
     NUM_BLOCKS: constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
@@ -477,59 +462,58 @@ def chunk_scan_kernel(
         o_k = tl.arange(0, BLOCK_K)
         o_v = tl.program_id(0) % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
         m_k = o_k < KEY_DIM
-        m_v = (o_v < VALUE_DIM)[:, None]
-        m_state = m_k[None, :] & m_v
+        m_v = (o_v < VALUE_DIM)[None, :]
+        m_state = m_k[:, None] & m_v
         p_tile = p_state + i_place * state_stride + i_head * KEY_DIM * VALUE_DIM
-        p_tile = p_tile + o_k[None, :] * VALUE_DIM + o_v[:, None]
+        p_tile = p_tile + o_k[:, None] * VALUE_DIM + o_v[None, :]
         b_state = tl.load(p_tile, mask=m_state & has_state, other=0.0)
         p_keys = p_k + i_head // GROUP * KEY_DIM + o_k[None, :]
         p_queries = p_q + i_head // GROUP * KEY_DIM + o_k[None, :]
-        p_values = p_v + i_head * VALUE_DIM + o_v[:, None]
-        p_outs = p_out + i_head * VALUE_DIM + o_v[:, None]
+        p_values = p_v + i_head * VALUE_DIM + o_v[None, :]
+        p_outs = p_out + i_head * VALUE_DIM + o_v[None, :]
         o_square = o_c[:, None] * CHUNK + o_c[None, :]
         for start in range(0, num_rows, CHUNK):
             i_tile = chunk_slot(i_seq, first + start, CHUNK) * NUM_HEADS + i_head
-            o_row = (first + start).to(tl.int64) + o_c
-            m_c = start + o_c < num_rows
-            b_k = tl.load(p_keys + o_row[:, None] * k_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
-            b_q = tl.load(p_queries + o_row[:, None] * q_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
-            b_v = tl.load(p_values + o_row[None, :] * v_stride, mask=m_c[None, :] & m_v, other=0.0).to(tl.float32)
+            o_row = (first + start).to(tl.int64) + o_c[:, None]
+            m_c = (start + o_c < num_rows)[:, None]
+            b_k = tl.load(p_keys + o_row * k_stride, mask=m_c & m_k[None, :], other=0.0)
+            b_q = tl.load(p_queries + o_row * q_stride, mask=m_c & m_k[None, :], other=0.0)
+            b_v = tl.load(p_values + o_row * v_stride, mask=m_c & m_v, other=0.0)
             p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK + o_square
-            b_inverse = tl.trans(tl.load(p_inverse))
-            b_inverse_low = tl.trans(tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK))
-            b_score = tl.trans(tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square))
+            b_inverse = tl.load(p_inverse)
+            b_inverse_low = tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK)
+            b_score = tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square)
             p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK
-            b_k_scale = tl.load(p_coefficient + o_c)
-            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)
-            b_write_scale = tl.load(p_coefficient + 2 * CHUNK + o_c)
-            last = tl.load(p_coefficient + 3 * CHUNK)
-            p_rows, m_rows = p_outs + o_row[None, :] * out_stride, m_c[None, :] & m_v
+            b_k_scale = tl.load(p_coefficient + o_c)[:, None]
+            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)[:, None]
+            p_rows, m_rows = p_outs + o_row * out_stride, m_c & m_v
             if BY_CHANNEL:
                 p_sums = p_decays + i_tile * CHUNK * KEY_DIM + o_k
                 b_sum = tl.load(p_sums[None, :] + o_c[:, None] * KEY_DIM, mask=m_k[None, :], other=0.0)
                 b_last = tl.load(p_sums + (CHUNK - 1) * KEY_DIM, mask=m_k, other=0.0)
                 b_decay = tl.exp(b_sum)
-                b_high, b_low = halves(tl.trans(b_k.to(tl.float32) * (b_k_scale[:, None] * b_decay)), TYPE)
-                b_read = dot_wider(b_state, b_high, b_low)
-                b_high, b_low = halves(tl.trans(b_q.to(tl.float32) * (b_q_scale[:, None] * b_decay)), TYPE)
-                b_out = dot_wider(b_state, b_high, b_low)
-                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
+                b_high, b_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
+                b_read = dot_wider(b_high, b_low, b_state)
+                b_high, b_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
+                b_out = dot_wider(b_high, b_low, b_state)
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_key_scale = b_k_scale[:, None] * tl.exp(b_last[None, :] - b_sum)
-                b_high, b_low = halves(b_k.to(tl.float32) * b_key_scale, TYPE)
-                b_state = b_state * tl.exp(b_last)[None, :] + dot_wider(b_write, b_high, b_low)
+                b_high, b_low = halves(
+                    tl.trans(b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))), TYPE
+                )
+                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_high, b_low, b_write)
             else:
-                b_read, b_out = dot_wide_pair(b_state, tl.trans(b_k), tl.trans(b_q))
-                b_read = b_read * b_k_scale[None, :]
-                b_out = b_out * b_q_scale[None, :]
-                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
+                b_read = dot_wide(b_k, b_state) * b_k_scale
+                b_out = dot_wide(b_q, b_state) * b_q_scale
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_state = b_state * last + dot_wide(b_write * b_write_scale[None, :], b_k)
+                b_write = b_write * tl.load(p_coefficient + 2 * CHUNK + o_c)[:, None]
+                b_state = b_state * tl.load(p_coefficient + 3 * CHUNK) + dot_wide(tl.trans(b_k), b_write)
         tl.store(p_tile, b_state, mask=m_state)
 
 
 @jit
 def store_outputs(p_rows, b_out, b_score, b_write, m_rows):
     """Add what rows of the chunk wrote, and store outputs."""
-    b_out += dot_exact(b_write.to(b_score.dtype), b_score)
+    b_out += dot_exact(b_score, b_write.to(b_score.dtype))
     tl.store(p_rows, b_out.to(p_rows.dtype.element_ty), mask=m_rows)
