@@ -191,6 +191,7 @@ class Product:
     def compute(self) -> None:
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
         made = self.a.float() @ self.b.load().float()
+        assert acc is not None, "a product waits for another one"
         self.value = acc + made if self.use_acc else made
 
 

@@ -99,7 +99,7 @@ from holdfast.kernels.moe import (  # noqa: E402
     routing,
 )
 from holdfast.kernels.sampling import edit_logits  # noqa: E402
-from holdfast.kernels.state import causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm  # noqa: E402
+from holdfast.kernels.state import causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm, scan_warpgroups  # noqa: E402
 from holdfast.kernels.state.delta_inputs import DeltaInputs  # noqa: E402
 from holdfast.kernels.state.kept_drafts import KeptDrafts  # noqa: E402
 from holdfast.kernels.state.state_geometry import delta_chunk_specs, draft_specs, state_list_specs  # noqa: E402
@@ -944,6 +944,12 @@ def states_of(
     specs = delta_chunk_specs(num_rows, 4, value_heads, key_dim, dtype, "channel" if by_channel else "head")
     scratch = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
     delta_chunks.delta_chunks_triton(inputs, rows, state_PHKV, out_THV, scratch)
+    is_wide = scan_warpgroups.has_wide_rows(*inputs[:3]) and not by_channel
+    if is_wide and rows.chunks_M4 is not None:
+        squares = (scratch[name] for name in ("chunk systems", "chunk scores", "chunk coefficients"))
+        systems, scores, coefficients = squares
+        inverses = systems.view(torch_dtype)
+        scan_warpgroups.scan_in_warpgroups(inputs, rows, inverses, scores, coefficients, state_PHKV, out_THV)
     gated_norm.gated_norm_triton(out_THV, out_THV, x_TC[0, :value_dim], 1e-6, out_THV)
 
 
@@ -1352,7 +1358,7 @@ def main() -> None:
         write_kv,
         write_quantized_kv,
         write_window,
-        *(causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm),
+        *(causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm, scan_warpgroups),
     ]
     kernels = []
     for module in modules:

@@ -18,11 +18,10 @@ HEADS = Heads(1, 2, 64, 64)
 
 
 def in_warpgroups(tokens, layer, cuts=()):
-    names = {"launch_dependents": lambda: None, "wait_for_kernels_before": lambda: None}
     taken = patch.object(
         delta_chunks, "takes_warpgroups", lambda inputs, state: has_wide_rows(*inputs[:3]) and not inputs.by_channel
     )
-    with taken, modelled_tiles(scan_warpgroups, "warpgroup_scan_kernel", **names):
+    with taken, modelled_tiles(scan_warpgroups, "warpgroup_scan_kernel"):
         return in_pieces(layer, tokens, cuts, KERNELS, "cpu")
 
 

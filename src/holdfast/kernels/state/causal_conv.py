@@ -30,7 +30,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_po
 
 ROW_CHANNELS = 256
 """Channels per program of single rows."""
-TILE_ROWS, TILE_CHANNELS = 32, 128
+TILE_ROWS, TILE_CHANNELS, TILE_WARPS = 32, 128, 4
 """Rows and channels that a program of a chunk computes at once."""
 
 
@@ -162,7 +162,7 @@ def causal_conv_triton(
     _conv_chunk_kernel[(len(rows.chunks_M4), -(-num_channels // TILE_CHANNELS))](
         x_TC, rows.sequences_N4, rows.chunks_M4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
         NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_W=next_power_of_two(weight_CW.shape[1]),
-        BLOCK_C=TILE_CHANNELS, TILE=TILE_ROWS, CHUNK=CHUNK_ROWS, num_warps=4, **flags,
+        BLOCK_C=TILE_CHANNELS, TILE=TILE_ROWS, CHUNK=CHUNK_ROWS, num_warps=TILE_WARPS, **flags,
     )  # fmt: skip
 
 

@@ -31,11 +31,16 @@ from holdfast.kernels.state.state_geometry import BLOCK_ROWS, CHUNK_ROWS, COEFFI
 from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
-VALUES_PER_PROGRAM = 64
+# Kernels bind a name and read it under the same constexpr condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+VALUES_PER_PROGRAM = 32
 """Fewest columns of a state that a program carries from chunk to chunk."""
 WAVE_PROGRAMS = 132
 """Programs that run at once on an H200: their shared memory allows one per SM."""
-SCAN_STAGES = 3
+SYSTEM_WARPS, INVERSE_WARPS = 4, 1
+SHARES_PRODUCTS = True
+SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
 
@@ -124,14 +129,15 @@ def delta_chunks_triton(
         "CHUNK": CHUNK_ROWS, "NUM_COEFFICIENTS": COEFFICIENTS, "BLOCK_K": max(16, next_power_of_two(key_dim)),
     }  # fmt: skip
     flags = pdl_flags(state_PHKV)
-    chunk_systems_kernel[(len(rows.chunks_M4), num_heads)](
+    members = 1 if inputs.by_channel or not SHARES_PRODUCTS else inputs.group
+    chunk_systems_kernel[(len(rows.chunks_M4), num_heads // members)](
         q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, scores,
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
-        EPS=NORM_EPS, BLOCK=BLOCK_ROWS, **sizes, num_warps=4, **flags,
+        EPS=NORM_EPS, BLOCK=BLOCK_ROWS, MEMBERS=members, **sizes, num_warps=SYSTEM_WARPS, **flags,
     )  # fmt: skip
     chunk_inverse_kernel[(len(rows.chunks_M4), num_heads)](
         b_TH, rows.chunks_M4, systems, systems.view(scores.dtype), b_TH.stride(0), NUM_HEADS=num_heads,
-        CHUNK=CHUNK_ROWS, BLOCK=BLOCK_ROWS, num_warps=1, **flags,
+        CHUNK=CHUNK_ROWS, BLOCK=BLOCK_ROWS, num_warps=INVERSE_WARPS, **flags,
     )  # fmt: skip
     if takes_warpgroups(inputs, state_PHKV):
         inverses = systems.view(scores.dtype)
@@ -179,33 +185,22 @@ def halves(b_x, TYPE: constexpr):
 
 @jit
 def dot_wide(b_x, b_y):
-    """Return x @ y of float32 x and inputs y."""
-    if b_y.dtype == tl.float32:
+    """Return x @ y of inputs x and float32 y."""
+    if b_x.dtype == tl.float32:
         return tl.dot(b_x, b_y, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_x, b_y.dtype)
-        return tl.dot(b_high, b_y, tl.dot(b_low, b_y))
+        b_high, b_low = halves(b_y, b_x.dtype)
+        return tl.dot(b_x, b_high, tl.dot(b_x, b_low))
 
 
 @jit
-def dot_wide_pair(b_x, b_y, b_z):
-    """Return x @ y and x @ z of float32 x and inputs y and z, without both halves of x in registers at once."""
-    if b_y.dtype == tl.float32:
-        return tl.dot(b_x, b_y, input_precision="tf32x3"), tl.dot(b_x, b_z, input_precision="tf32x3")
+def dot_wider(b_x_high, b_x_low, b_y):
+    """Return x @ y of float32 x in halves and float32 y."""
+    if b_x_high.dtype == tl.float32:
+        return tl.dot(b_x_high, b_y, input_precision="tf32x3")
     else:
-        b_high, b_low = halves(b_x, b_y.dtype)
-        b_xy, b_xz = tl.dot(b_low, b_y), tl.dot(b_low, b_z)
-        return tl.dot(b_high, b_y, b_xy), tl.dot(b_high, b_z, b_xz)
-
-
-@jit
-def dot_wider(b_x, b_y_high, b_y_low):
-    """Return x @ y of float32 x and float32 y in halves."""
-    if b_y_high.dtype == tl.float32:
-        return tl.dot(b_x, b_y_high, input_precision="tf32x3")
-    else:
-        b_high, b_low = halves(b_x, b_y_high.dtype)
-        return tl.dot(b_high, b_y_high, tl.dot(b_low, b_y_high, tl.dot(b_high, b_y_low)))
+        b_high, b_low = halves(b_y, b_x_high.dtype)
+        return tl.dot(b_x_high, b_high, tl.dot(b_x_high, b_low, tl.dot(b_x_low, b_high)))
 
 
 @jit
@@ -213,7 +208,8 @@ def chunk_systems_kernel(
     p_q, p_k, p_a, p_b, p_log_rate, p_bias, p_chunks, p_systems, p_scores, p_coefficients, p_decays,
     q_stride, k_stride, a_stride, b_stride, scale,
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, BY_CHANNEL: constexpr, CHUNK: constexpr,
-    NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, EPS: constexpr, BLOCK: constexpr, PDL: constexpr,
+    NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, EPS: constexpr, BLOCK: constexpr, MEMBERS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """Write the system of a chunk, its scores, and the coefficients of its rows.
 
@@ -224,57 +220,63 @@ def chunk_systems_kernel(
     p_chunk = p_chunks + tl.program_id(0) * 4
     size = tl.load(p_chunk + 2)
     if size > 0:
-        i_head = tl.program_id(1)
         first = tl.load(p_chunk + 1)
-        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS + i_head
+        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS
         o_c = tl.arange(0, CHUNK)
         o_k = tl.arange(0, BLOCK_K)
         o_row = first.to(tl.int64) + o_c
         m_c = o_c < size
         m_tile = m_c[:, None] & (o_k < KEY_DIM)[None, :]
-        o_key = (i_head // GROUP * KEY_DIM + o_k)[None, :]
+        first_head = tl.program_id(1) * MEMBERS
+        o_key = (first_head // GROUP * KEY_DIM + o_k)[None, :]
         p_keys = p_k + o_key
         p_queries = p_q + o_key
         b_k = tl.load(p_keys + o_row[:, None] * k_stride, mask=m_tile, other=0.0)
         b_q = tl.load(p_queries + o_row[:, None] * q_stride, mask=m_tile, other=0.0)
         b_k_scale = row_scales(b_k, EPS)
         b_q_scale = row_scales(b_q, EPS) * scale
-        b_beta = tl.where(m_c, write_strength(tl.load(p_b + o_row * b_stride + i_head, mask=m_c, other=0.0)), 0.0)
-        b_rate = tl.exp(tl.load(p_log_rate + i_head))
-        p_system = p_systems + i_tile * CHUNK * CHUNK
-        p_score = p_scores + i_tile * CHUNK * CHUNK
-        p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK + o_c
-        if BY_CHANNEL:
-            o_gate = (i_head * KEY_DIM + o_k)[None, :]
-            b_a = tl.load(p_a + o_row[:, None] * a_stride + o_gate, mask=m_tile, other=0.0)
-            b_bias = tl.load(p_bias + o_gate, mask=(o_k < KEY_DIM)[None, :], other=0.0)
-            b_sum = tl.cumsum(tl.where(m_tile, log_decay(b_a, b_bias, b_rate), 0.0), axis=0)
-            p_sums = p_decays + i_tile * CHUNK * KEY_DIM
-            tl.store(p_sums + o_c[:, None] * KEY_DIM + o_k[None, :], b_sum, mask=(o_k < KEY_DIM)[None, :])
-            tl.store(p_coefficient, b_k_scale)
-            tl.store(p_coefficient + CHUNK, b_q_scale)
-            tl.debug_barrier()  # rows of the sums are read by other threads
-            for start in range(0, CHUNK, BLOCK):
-                channel_block(
-                    p_keys, p_queries, p_sums, p_b + i_head, p_system, p_score, k_stride, q_stride, b_stride, scale,
-                    first, size, start, KEY_DIM, CHUNK, BLOCK_K, EPS, BLOCK,
-                )  # fmt: skip
-        else:
-            b_a = tl.load(p_a + o_row * a_stride + i_head, mask=m_c, other=0.0)
-            b_sum = tl.cumsum(tl.where(m_c, log_decay(b_a, tl.load(p_bias + i_head), b_rate), 0.0), axis=0)
-            last = tl.min(b_sum, axis=0)
-            o_i, o_j = o_c[:, None], o_c[None, :]
-            b_decay = tl.exp(tl.where(o_i >= o_j, b_sum[:, None] - b_sum[None, :], 0.0)) * b_k_scale[None, :]
+        o_i, o_j = o_c[:, None], o_c[None, :]
+        if not BY_CHANNEL:  # value heads of a key head share products
             b_k_rows = tl.trans(b_k)
-            b_system = dot_exact(b_k, b_k_rows) * (b_beta * b_k_scale)[:, None] * b_decay
-            m_lower = o_i // BLOCK >= o_j // BLOCK  # other blocks are never read
-            tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0), mask=m_lower)
-            b_score = dot_exact(b_q, b_k_rows) * b_q_scale[:, None] * b_decay
-            tl.store(p_score + o_i * CHUNK + o_j, tl.where(o_i >= o_j, b_score, 0.0).to(p_scores.dtype.element_ty))
-            tl.store(p_coefficient, b_k_scale * tl.exp(b_sum))
-            tl.store(p_coefficient + CHUNK, b_q_scale * tl.exp(b_sum))
-            tl.store(p_coefficient + 2 * CHUNK, b_k_scale * tl.exp(last - b_sum))
-            tl.store(p_coefficient + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp(last))
+            b_pairs = dot_exact(b_k, b_k_rows) * (b_k_scale[:, None] * b_k_scale[None, :])
+            b_scores = dot_exact(b_q, b_k_rows) * (b_q_scale[:, None] * b_k_scale[None, :])
+        for i_member in range(MEMBERS):
+            i_head = first_head + i_member
+            b_beta = tl.where(m_c, write_strength(tl.load(p_b + o_row * b_stride + i_head, mask=m_c, other=0.0)), 0.0)
+            b_rate = tl.exp(tl.load(p_log_rate + i_head))
+            p_system = p_systems + (i_tile + i_head) * CHUNK * CHUNK
+            p_score = p_scores + (i_tile + i_head) * CHUNK * CHUNK
+            p_coefficient = p_coefficients + (i_tile + i_head) * NUM_COEFFICIENTS * CHUNK + o_c
+            if BY_CHANNEL:
+                o_gate = (i_head * KEY_DIM + o_k)[None, :]
+                b_a = tl.load(p_a + o_row[:, None] * a_stride + o_gate, mask=m_tile, other=0.0)
+                b_bias = tl.load(p_bias + o_gate, mask=(o_k < KEY_DIM)[None, :], other=0.0)
+                b_sum = tl.cumsum(tl.where(m_tile, log_decay(b_a, b_bias, b_rate), 0.0), axis=0)
+                p_sums = p_decays + (i_tile + i_head) * CHUNK * KEY_DIM
+                tl.store(p_sums + o_c[:, None] * KEY_DIM + o_k[None, :], b_sum, mask=(o_k < KEY_DIM)[None, :])
+                tl.store(p_coefficient, b_k_scale)
+                tl.store(p_coefficient + CHUNK, b_q_scale)
+                tl.debug_barrier()  # rows of the sums are read by other threads
+                for start in range(0, CHUNK, BLOCK):
+                    channel_block(
+                        p_keys, p_queries, p_sums, p_b + i_head, p_system, p_score, k_stride, q_stride, b_stride,
+                        scale, first, size, start, KEY_DIM, CHUNK, BLOCK_K, EPS, BLOCK,
+                    )  # fmt: skip
+            else:
+                b_a = tl.load(p_a + o_row * a_stride + i_head, mask=m_c, other=0.0)
+                b_sum = tl.cumsum(tl.where(m_c, log_decay(b_a, tl.load(p_bias + i_head), b_rate), 0.0), axis=0)
+                last = tl.min(b_sum, axis=0)
+                b_decay = tl.exp(tl.where(o_i >= o_j, b_sum[:, None] - b_sum[None, :], 0.0))
+                b_system = b_pairs * b_beta[:, None] * b_decay
+                m_lower = o_i // BLOCK >= o_j // BLOCK  # other blocks are never read
+                tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0), mask=m_lower)
+                b_score = tl.where(o_i >= o_j, b_scores * b_decay, 0.0)
+                tl.store(p_score + o_i * CHUNK + o_j, b_score.to(p_scores.dtype.element_ty))
+                b_since = tl.exp(b_sum)
+                tl.store(p_coefficient, b_k_scale * b_since)
+                tl.store(p_coefficient + CHUNK, b_q_scale * b_since)
+                tl.store(p_coefficient + 2 * CHUNK, b_k_scale * tl.exp(last - b_sum))
+                tl.store(p_coefficient + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp(last))
 
 
 @jit
@@ -444,11 +446,7 @@ def chunk_scan_kernel(
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, VALUE_DIM: constexpr, BY_CHANNEL: constexpr,
     CHUNK: constexpr, NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows.
-
-    All products are transposed: the state, what rows read and what they write stay in registers as left operands, and
-    right operands are inputs as they lie in memory. So no product waits for shared memory that another one fills.
-    """
+    """Carry some columns of a state through the chunks of a sequence, and write the outputs of their rows."""
     release_then_wait(PDL)
     NUM_BLOCKS: constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
@@ -464,59 +462,58 @@ def chunk_scan_kernel(
         o_k = tl.arange(0, BLOCK_K)
         o_v = tl.program_id(0) % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
         m_k = o_k < KEY_DIM
-        m_v = (o_v < VALUE_DIM)[:, None]
-        m_state = m_k[None, :] & m_v
+        m_v = (o_v < VALUE_DIM)[None, :]
+        m_state = m_k[:, None] & m_v
         p_tile = p_state + i_place * state_stride + i_head * KEY_DIM * VALUE_DIM
-        p_tile = p_tile + o_k[None, :] * VALUE_DIM + o_v[:, None]
+        p_tile = p_tile + o_k[:, None] * VALUE_DIM + o_v[None, :]
         b_state = tl.load(p_tile, mask=m_state & has_state, other=0.0)
         p_keys = p_k + i_head // GROUP * KEY_DIM + o_k[None, :]
         p_queries = p_q + i_head // GROUP * KEY_DIM + o_k[None, :]
-        p_values = p_v + i_head * VALUE_DIM + o_v[:, None]
-        p_outs = p_out + i_head * VALUE_DIM + o_v[:, None]
+        p_values = p_v + i_head * VALUE_DIM + o_v[None, :]
+        p_outs = p_out + i_head * VALUE_DIM + o_v[None, :]
         o_square = o_c[:, None] * CHUNK + o_c[None, :]
         for start in range(0, num_rows, CHUNK):
             i_tile = chunk_slot(i_seq, first + start, CHUNK) * NUM_HEADS + i_head
-            o_row = (first + start).to(tl.int64) + o_c
-            m_c = start + o_c < num_rows
-            b_k = tl.load(p_keys + o_row[:, None] * k_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
-            b_q = tl.load(p_queries + o_row[:, None] * q_stride, mask=m_c[:, None] & m_k[None, :], other=0.0)
-            b_v = tl.load(p_values + o_row[None, :] * v_stride, mask=m_c[None, :] & m_v, other=0.0).to(tl.float32)
+            o_row = (first + start).to(tl.int64) + o_c[:, None]
+            m_c = (start + o_c < num_rows)[:, None]
+            b_k = tl.load(p_keys + o_row * k_stride, mask=m_c & m_k[None, :], other=0.0)
+            b_q = tl.load(p_queries + o_row * q_stride, mask=m_c & m_k[None, :], other=0.0)
+            b_v = tl.load(p_values + o_row * v_stride, mask=m_c & m_v, other=0.0)
             p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK + o_square
-            b_inverse = tl.trans(tl.load(p_inverse))
-            b_inverse_low = tl.trans(tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK))
-            b_score = tl.trans(tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square))
+            b_inverse = tl.load(p_inverse)
+            b_inverse_low = tl.load(p_inverse + (PLANES - 1) * CHUNK * CHUNK)
+            b_score = tl.load(p_scores + i_tile * CHUNK * CHUNK + o_square)
             p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK
-            b_k_scale = tl.load(p_coefficient + o_c)
-            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)
-            b_write_scale = tl.load(p_coefficient + 2 * CHUNK + o_c)
-            last = tl.load(p_coefficient + 3 * CHUNK)
-            p_rows, m_rows = p_outs + o_row[None, :] * out_stride, m_c[None, :] & m_v
+            b_k_scale = tl.load(p_coefficient + o_c)[:, None]
+            b_q_scale = tl.load(p_coefficient + CHUNK + o_c)[:, None]
+            p_rows, m_rows = p_outs + o_row * out_stride, m_c & m_v
             if BY_CHANNEL:
                 p_sums = p_decays + i_tile * CHUNK * KEY_DIM + o_k
                 b_sum = tl.load(p_sums[None, :] + o_c[:, None] * KEY_DIM, mask=m_k[None, :], other=0.0)
                 b_last = tl.load(p_sums + (CHUNK - 1) * KEY_DIM, mask=m_k, other=0.0)
                 b_decay = tl.exp(b_sum)
-                b_high, b_low = halves(tl.trans(b_k.to(tl.float32) * (b_k_scale[:, None] * b_decay)), TYPE)
-                b_read = dot_wider(b_state, b_high, b_low)
-                b_high, b_low = halves(tl.trans(b_q.to(tl.float32) * (b_q_scale[:, None] * b_decay)), TYPE)
-                b_out = dot_wider(b_state, b_high, b_low)
-                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
+                b_high, b_low = halves(b_k.to(tl.float32) * (b_k_scale * b_decay), TYPE)
+                b_read = dot_wider(b_high, b_low, b_state)
+                b_high, b_low = halves(b_q.to(tl.float32) * (b_q_scale * b_decay), TYPE)
+                b_out = dot_wider(b_high, b_low, b_state)
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_key_scale = b_k_scale[:, None] * tl.exp(b_last[None, :] - b_sum)
-                b_high, b_low = halves(b_k.to(tl.float32) * b_key_scale, TYPE)
-                b_state = b_state * tl.exp(b_last)[None, :] + dot_wider(b_write, b_high, b_low)
+                b_high, b_low = halves(
+                    tl.trans(b_k.to(tl.float32) * (b_k_scale * tl.exp(b_last[None, :] - b_sum))), TYPE
+                )
+                b_state = b_state * tl.exp(b_last)[:, None] + dot_wider(b_high, b_low, b_write)
             else:
-                b_read, b_out = dot_wide_pair(b_state, tl.trans(b_k), tl.trans(b_q))
-                b_read = b_read * b_k_scale[None, :]
-                b_out = b_out * b_q_scale[None, :]
-                b_write = dot_wider(b_v - b_read, b_inverse, b_inverse_low)
+                b_read = dot_wide(b_k, b_state) * b_k_scale
+                b_out = dot_wide(b_q, b_state) * b_q_scale
+                b_write = dot_wider(b_inverse, b_inverse_low, b_v.to(tl.float32) - b_read)
                 store_outputs(p_rows, b_out, b_score, b_write, m_rows)
-                b_state = b_state * last + dot_wide(b_write * b_write_scale[None, :], b_k)
+                b_write = b_write * tl.load(p_coefficient + 2 * CHUNK + o_c)[:, None]
+                b_state = b_state * tl.load(p_coefficient + 3 * CHUNK) + dot_wide(tl.trans(b_k), b_write)
         tl.store(p_tile, b_state, mask=m_state)
 
 
 @jit
 def store_outputs(p_rows, b_out, b_score, b_write, m_rows):
     """Add what rows of the chunk wrote, and store outputs."""
-    b_out += dot_exact(b_write.to(b_score.dtype), b_score)
+    b_out += dot_exact(b_score, b_write.to(b_score.dtype))
     tl.store(p_rows, b_out.to(p_rows.dtype.element_ty), mask=m_rows)

@@ -22,6 +22,9 @@ from holdfast.kernels.state.delta_inputs import (
 from holdfast.kernels.state.state_rows import CLEARED_ROWS, StateRows, clear_padded_rows, single_row
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 
+# Kernels bind a name and read it under the same constexpr condition.
+# pyright: reportPossiblyUnboundVariable=false
+
 VALUES_PER_PROGRAM = 32
 """Columns of a state per program."""
 STEP_WARPS = 4
