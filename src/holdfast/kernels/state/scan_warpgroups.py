@@ -15,7 +15,6 @@ Sums are those of `chunk_scan_kernel`, in the same order, so results differ in r
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.warpgroup_tiles import launch_dependents, wait_for_kernels_before
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.state.delta_inputs import DeltaInputs
 from holdfast.kernels.state.state_geometry import CHUNK_ROWS, COEFFICIENTS
@@ -25,9 +24,11 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 OUT_HALVES = 2
 VALUES = 64
 """Columns of a state per program: rows of a product of one warpgroup."""
-MEET = kernel_constant("bar.sync 0; // $0")
 KEY_DIMS = (64, 128)
 """Elements of a key that leave registers for two halves of a state."""
+WAIT = kernel_constant("griddepcontrol.wait; // $0")
+LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
+MEET = kernel_constant("bar.sync 0; // $0")
 
 
 def takes_warpgroups(inputs: DeltaInputs, state_PHKV: Tensor) -> bool:
@@ -90,8 +91,8 @@ def warpgroup_scan_kernel(
     shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     flat: constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if PDL:
-        launch_dependents()
-        wait_for_kernels_before()
+        gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
+        gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
     i_head = gl.program_id(0) // NUM_BLOCKS
     first_v = gl.program_id(0) % NUM_BLOCKS * BLOCK_V
     i_seq = gl.program_id(1)
@@ -130,7 +131,8 @@ def warpgroup_scan_kernel(
         for start in range(0, num_rows, CHUNK):
             hopper.async_copy.wait_group(0)
             hopper.fence_async_shared()
-            meet()  # copies of all threads have landed, and no thread still reads the other stage
+            # Copies of all threads have landed, and no thread still reads the other stage.
+            gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)
             s_keys, s_values, s_inverse = s_k.index(slot), s_v.index(slot), s_high.index(slot).permute((1, 0))
             s_factors = s_numbers.index(slot)
             b_zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
@@ -180,11 +182,6 @@ def warpgroup_scan_kernel(
             slot = 1 - slot
         hopper.async_copy.wait_group(0)
         gl.store(p_tile, b_state)
-
-
-@gluon_jit
-def meet():
-    gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)
 
 
 @gluon_jit
