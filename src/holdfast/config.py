@@ -258,7 +258,7 @@ class EngineConfig:
     weight_cache: Annotated[str, OneOf(WEIGHT_CACHES)] = "auto"
     """Quantized weights of earlier starts: auto uses them if possible, on requires them, off neither reads nor writes them."""
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
-    """auto, safetensors, gguf, or dummy (random weights from config.json alone)."""
+    """auto, safetensors, gguf, or dummy (random weights from config.json alone, or of a well-known model by name)."""
     max_model_len: Annotated[int | None, _COUNT] = None
     """Longest prompt and output together; None: the model's own, or what fits."""
     max_num_seqs: Annotated[int | None, _COUNT] = None

@@ -9,7 +9,8 @@ import pytest
 from cli.cli_models import make_model
 from for_each import for_each
 from holdfast.loading.declared import declare_file, open_declared
-from holdfast.loading.release import RELEASES, Release, as_mixed, as_named, find_release
+from holdfast.loading.release import as_mixed, as_named
+from holdfast.loading.release_names import RELEASES, Release, find_release
 from holdfast.loading.writing.gguf_plan import MIXES
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.spec import ModelSpec

@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.declared import declare_file, open_declared
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
-from holdfast.loading.release import find_release
+from holdfast.loading.release_names import find_release
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import fetch_hub_config, locate_config
-from holdfast.loading.release import as_declared, as_named, bare_name
+from holdfast.loading.release_names import bare_name, find_release
 from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.models.blueprints.read import declare_config, known_architectures
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
@@ -60,7 +60,12 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
             error.hinting("It is not in the Hugging Face cache either.")
             raise
         return _read_folder(located.path, located.label)
-    return as_named(_declare_known(name), model)
+    declared = _declare_known(name)
+    if find_release(model) is None:
+        return declared
+    from holdfast.loading.release import as_named
+
+    return as_named(declared, model)
 
 
 def declare_file(file: str, name: str | None = None) -> DeclaredModel:
@@ -183,6 +188,8 @@ def _stored_in_settings(config: dict[str, object], name: str, side: SideSettings
         return None
     declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
     if (packed := read_packed(quantization, file)) is not None:
+        from holdfast.loading.release import as_declared
+
         found = as_declared(declared, packed, quantization) or declared
         return replace(found, notes=(*declared.notes, *packed.notes))
     stored = read_stored_schemes(quantization_of(Settings({**config, QUANTIZATION_KEY: quantization}, file)), file)

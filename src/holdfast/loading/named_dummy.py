@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.loading.locate import locate_config
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.stored_schemes import dummy_source, quantization_of, read_stored_schemes
-from holdfast.loading.release import as_named, bare_name, find_release
+from holdfast.loading.release import as_named
+from holdfast.loading.release_names import bare_name, find_release
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.source import Columns, PackedWriter
 from holdfast.memory.workspace_plan import TensorSpec

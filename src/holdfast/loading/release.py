@@ -1,13 +1,4 @@
-"""Packed weights of a release that is named, or whose settings are known, and that is not read: the scheme of every part; no torch.
-
-A name such as Qwen3-32B:Q4_K_M or Qwen3-32B-AWQ says how weights are stored. data/release_formats.json has a row for
-each kind:
-
-words    a regular expression for the part of a name, in small letters
-title    its usual spelling
-mix      types as llama.cpp mixes them in a GGUF file (loading/writing/gguf_plan.py)
-config   the usual quantization_config of such a checkpoint
-"""
+"""Packed weights of a release that is named, or whose settings are known, and that is not read: the scheme of every part; no torch."""
 
 import re
 from collections import Counter
@@ -20,13 +11,12 @@ from typing import NamedTuple
 from holdfast.families.state.spec import StateSpec
 from holdfast.loading.gguf.config import ARCHITECTURES, SIGMOID_ARCHITECTURE, TABLES
 from holdfast.loading.gguf.state_rows import TILED_ARCHITECTURES
-from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.packed.layout import FLOATS, PackedLayout
 from holdfast.loading.packed.matrices import layout_scheme
 from holdfast.loading.packed.settings import PLAIN_BITS, PackedSettings, read_packed
 from holdfast.loading.planning.stored_schemes import matches
+from holdfast.loading.release_names import find_release
 from holdfast.loading.writing.gguf_plan import EMBEDDING, MIXES, TYPES_BY_NAME, Mix, part_names
-from holdfast.memory.devices import read_data
 from holdfast.memory.on_disk import OnDisk, StoredType
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import Weight
@@ -37,7 +27,6 @@ from holdfast.models.parameters import CheckpointNames
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme
 
-GGUF_ENDING = "-gguf"
 SCALE_DTYPE = "float16"
 """Type of scales of AWQ and GPTQ; other formats have the checkpoint's."""
 ORDER_DTYPE = "int32"
@@ -45,33 +34,6 @@ PACKED_KINDS = ("linear", "expert")
 IGNORE_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
 SKIPPED = "-:"
 """Prefix of an expression for modules that stay plain, among those with settings of their own (GPTQModel)."""
-
-
-class Release(NamedTuple):
-    """A kind of release that a name mentions."""
-
-    words: str
-    title: str
-    mix: str = ""
-    config: Mapping[str, object] | None = None
-
-
-RELEASES = tuple(Release(**row) for row in read_data("release_formats.json"))
-
-
-def bare_name(model: str) -> str:
-    """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
-    name = parse_hub_name(model)
-    if name is None:
-        return model
-    return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
-
-
-def find_release(model: str) -> Release | None:
-    """Return the kind of release that a name mentions; None if it mentions none whose weights are known."""
-    name = model.strip().rstrip("/").rsplit("/", 1)[-1].lower()
-    found = (one for one in RELEASES if re.search(rf"(?<![a-z\d_])(?:{one.words})(?![a-z\d_])", name))
-    return next(found, None)
 
 
 def as_named(declared: DeclaredModel, model: str) -> DeclaredModel:
