@@ -521,6 +521,18 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     quantize_activations.quantize_rows(x, rows)
 
 
+def coded_prompts_of(num_columns: int, num_rows: int = 256) -> None:
+    """What a prompt in fp8 runs between its products: codes of norms alone, of gated rows, and of rows."""
+    codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
+    rows = QuantizedRows(codes, torch.empty(num_rows, 1))
+    x, norm = torch.empty(num_rows, num_columns, dtype=BF16), torch.empty(num_columns, dtype=BF16)
+    quantize_activations.rms_norm_codes(x, x, norm, 1e-6, x, rows)
+    gate_up = torch.empty(num_rows, 2 * num_columns, dtype=BF16)
+    assert quantize_activations.takes_gated_row(gate_up, rows)
+    quantize_activations.gate_mul_coded(gate_up, "silu", x, None, rows)
+    quantize_activations.quantize_rows(x, rows)
+
+
 def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
     """One row by e4m3 in blocks."""
     scheme = WEIGHT_SCHEMES["fp8_block"]
@@ -1204,6 +1216,7 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 32 rows": lambda: row_scaled_of(32, 5120, 8192),
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
+    **{f"codes of a prompt, {size} columns": partial(coded_prompts_of, size) for size in (768, 5120, 25600)},
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
     "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),

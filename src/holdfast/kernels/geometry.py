@@ -72,8 +72,8 @@ MAX_DIRECT_TOKENS = 4
 """Most tokens that run one GEMV per pair: they hardly share experts, and a second read of a weight hits the cache."""
 UNSORTED_TOKENS = 16
 """Most tokens whose pairs need no sort: they fit one block of rows."""
-UNCUT_PAIRS, CUT_PAIRS = 2048, 1024
-"""Most pairs of token and expert that one launch sorts, and the pairs of a program that sorts a cut of more of them."""
+CUT_PAIRS = 2048
+"""Most pairs of token and expert that one launch sorts. More are divided into such cuts, which are counted first."""
 SMALL_BATCH_PAIRS, LARGE_BATCH_PAIRS = 256, 1024
 """Pairs per loop iteration of the sort, for small and for large batches."""
 
@@ -101,7 +101,7 @@ def expert_order_form(num_rows: int, top_k: int, num_experts: int) -> ExpertOrde
 
 def order_block_pairs(num_pairs: int) -> int:
     """Return the pairs per loop iteration of the launch that sorts them; 0: they are sorted in cuts."""
-    if num_pairs > UNCUT_PAIRS:
+    if num_pairs > CUT_PAIRS:
         return 0
     return SMALL_BATCH_PAIRS if num_pairs <= SMALL_BATCH_PAIRS else LARGE_BATCH_PAIRS
 
@@ -137,7 +137,7 @@ def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | No
     is_sorted, block_rows = sorts_pairs(num_rows), expert_block_rows(num_rows, top_k, num_experts)
     num_pairs, num_own = num_rows * top_k, num_experts if num_local is None else num_local
     num_blocks = num_expert_blocks(num_pairs, num_own, block_rows) if is_sorted else 0
-    num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted and num_pairs > UNCUT_PAIRS else 0
+    num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted and num_pairs > CUT_PAIRS else 0
     return (
         TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
         TensorSpec("block experts", (num_blocks,), "int32"),

@@ -248,6 +248,7 @@ def test_order_experts_in_cuts_covers_every_pair(device, cut_pairs):
 def test_order_experts_in_cuts_of_many_pairs_covers_every_pair(device):
     """Cuts and experts of a prompt: more counts than a program adds up at once."""
     check(choose(700, 4, 300), 300, device)
+    check(choose(300, 4, 300), 300, device, 64)
 
 
 @hypothesis_settings(max_examples=8)
