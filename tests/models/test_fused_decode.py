@@ -323,7 +323,7 @@ INT4_ZEROS = integer_scheme("int4 with zeros", 4, 32, "float16", "uint8")
 
 
 def packed(model: LoadedModel, changes: Mapping[str, AnyWeight] | None = None) -> LoadedModel:
-    """The same model with packed products and experts: query and key in one scheme, value in another."""
+    """Pack products and experts of a model: query and key in one scheme, value in another."""
     weights: dict[str, Any] = {**model.weights}
     for index, parameter in enumerate(parameters(model.spec)):
         if parameter.kind not in ("linear", "expert", "head") or "embed" in parameter.name:
