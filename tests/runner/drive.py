@@ -22,7 +22,7 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.families.backends import BackendInputs, build_backend
 from holdfast.families.choose import DECLARATIONS
 from holdfast.families.grouped.sinks import copy_sinks
-from holdfast.families.state.declarations import HybridDeclaration, TorchStateDeclaration, TritonStateDeclaration
+from holdfast.families.state.declarations import HybridDeclaration, TorchStateDeclaration
 from holdfast.families.state.spec import StateLayers
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
@@ -154,8 +154,7 @@ class Rig:
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         declaration = declaration_named(backend)
         if spec.state is not None:
-            states = TritonStateDeclaration() if CPU.type == "cuda" else TorchStateDeclaration()
-            declaration = HybridDeclaration(declaration, states, StateLayers(spec.state, dtype, CPU.type))
+            declaration = HybridDeclaration(declaration, TorchStateDeclaration(), StateLayers(spec.state, dtype, "cpu"))
         self.state_rule = None if spec.state is None else StateRule(num_snapshots=num_snapshots, snapshot_tokens=64)
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits

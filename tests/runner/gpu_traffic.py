@@ -99,7 +99,7 @@ STATES = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-MODELS["states"] = {**STATES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+MODELS["states_wide"] = {**STATES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 MODELS["states_experts"] = {
     **STATES,
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -109,6 +109,7 @@ MODELS["states_experts"] = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+"""Tiny, and wide enough for the fused decode path."""
 MODELS["qwen3_wide"] = MODELS["qwen3"] | {"head_dim": 128}
 """Tiny, and wide enough for the fused decode path."""
 LATENT = {

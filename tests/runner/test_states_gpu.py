@@ -22,7 +22,7 @@ SIZES = (1, 8, 3, 1, 5, 2, 7, 4)
 """Sequences of each decode step."""
 MODES = [
     pytest.param(name, quantization, id=f"{name}, {quantization}")
-    for name in ("states", "states_experts")
+    for name in ("states_wide", "states_experts")
     for quantization in ("none", "fp8", "int8")
 ]
 
