@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0)
 PAGES = 24
 LENGTHS = (1, 63, 64, 65, 130, 7, 200, 128)
-"""Of prompts, around the ends of chunks."""
+"""Tokens of prompts, around the ends of chunks."""
 SIZES = (1, 8, 3, 1, 5, 2, 7, 4)
 """Sequences of each decode step."""
 MODES = [
