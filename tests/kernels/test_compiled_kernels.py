@@ -21,6 +21,7 @@ COMMON_CASES = (
     "streams of V4-Flash, 1 row",
     "packed experts of 2880 by 2880, 8 rows",
     "states of 48 heads, decode",
+    "products of a state in bfloat16, 1 rows",
 )
 """For each way to write a kernel, one that is compiled in a second or three."""
 OTHER_CASES = (
@@ -217,6 +218,15 @@ OTHER_CASES = (
     "expert layer in fp8, 1 rows of 2000",
     "expert layer in bfloat16, 1 rows of 2048",
     "expert layer in int8, 1 rows of 2048",
+    "expert layer with a shared one in bfloat16, 1 rows",
+    "expert layer with a shared one in bfloat16, 8 rows",
+    "expert layer with a shared one in fp8, 1 rows",
+    "expert layer with a shared one in int8, 1 rows",
+    "products of a state in bfloat16, 16 rows",
+    "products of a state in fp8, 1 rows",
+    "products of a state in fp8, 16 rows",
+    "products of a state in int8, 1 rows",
+    "products of a state in int8, 16 rows",
     "packed experts of 2880 by 2880, 30 rows",
     "packed experts of 2880 by 2880, 130 rows",
     "packed experts of 2880 by 2880, 700 rows",

@@ -15,6 +15,7 @@ from holdfast.config import Limits
 from holdfast.families.grouped import layer as attention
 from holdfast.families.latent import layer as latent_attention
 from holdfast.families.state import layer as state
+from holdfast.families.state.declarations import TritonStateDeclaration
 from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
 from holdfast.layers import moe
@@ -74,6 +75,8 @@ def make_rig(
         patch.setattr(drive, "DecoderParts", partial(DecoderParts, takes_fused_decode=fused, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
+        if device.type == "cuda":
+            patch.setattr(drive, "TorchStateDeclaration", TritonStateDeclaration)
         patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)
         rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, row_sizes=row_sizes)
     poison = rig.poison

@@ -22,7 +22,7 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.families.backends import BackendInputs, build_backend
 from holdfast.families.choose import DECLARATIONS
 from holdfast.families.grouped.sinks import copy_sinks
-from holdfast.families.state.declarations import HybridDeclaration, TorchStateDeclaration, TritonStateDeclaration
+from holdfast.families.state.declarations import HybridDeclaration, TorchStateDeclaration
 from holdfast.families.state.spec import StateLayers
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model

@@ -68,7 +68,7 @@ class SharedOutput(NamedTuple):
 
     shared_TH: torch.Tensor | None
     logit_T1: torch.Tensor | None
-    """Of its gate; None without one."""
+    """Logit of its gate; None without one."""
 
 
 class SharedExpert:
