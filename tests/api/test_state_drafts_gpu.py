@@ -75,6 +75,7 @@ def run_scripts(folder: Path, **options: Any) -> None:
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_scripts_on_a_cpu_change_nothing(tmp_path: Path) -> None:
     """What the tests of a GPU run."""
     run_scripts(tmp_path, device="cpu", dtype="float32")
