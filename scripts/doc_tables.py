@@ -449,6 +449,22 @@ SECTIONS: Mapping[str, Columns] = {
         "FlashAttention-3": _value("values", "FA3"),
         "FlashAttention-3, pages": _value("values", "FA3, pages"),
     },
+    "gpu-lane-attention": {
+        "": _value("measure"),
+        "plain pages, ms": _value("values", "plain"),
+        "through the lane": _value("values", "lane"),
+        "over codes": _value("values", "codes"),
+        "plain / lane": _value("against_plain"),
+    },
+    "gpu-state": {
+        "": _value("measure"),
+        "convolution, us": _value("values", "convolution"),
+        "recurrence, us": _value("values", "step"),
+        "chunks, us": _value("values", "chunks"),
+        "norm, us": _value("values", "norm"),
+        "all, us": _value("values", "all"),
+        "% of the roof": _value("percent_of_roof"),
+    },
     "gpu-quantized-attention": {
         "": _value("measure"),
         "ours": _value("values", "holdfast"),

@@ -160,7 +160,9 @@ QUANTIZED_LARGE_TILE = 64
 
 
 LANE_BYTES = 32 * 2**20
-"""Most bytes of the lane (kernels/attention/lane_rows.py): 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
+"""Most bytes of the lane (kernels/attention/lane_rows.py), unless one head of the longest context takes more."""
+MOST_LANE_BYTES = 72 * 2**20
+"""Most bytes of the lane for any context: one head of 131,072 tokens of 128, and exact tokens of a step beside them."""
 LANE_TILE = 128
 """Height of a tile that reads the lane: rows times heads of a GQA group. Also the largest group."""
 RUN_FIELDS = ("end", "table_row", "first_block", "low", "high", "is_near")
@@ -184,9 +186,15 @@ class LaneGeometry(NamedTuple):
         return -(-self.num_kv_heads // -(-self.num_kv_heads // fitting)) if fitting else 0
 
 
-def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None) -> LaneGeometry:
-    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need."""
-    fitting = LANE_BYTES // lane_block_bytes(head_dim)
+def lane_geometry(
+    num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None, longest_blocks: int = 0
+) -> LaneGeometry:
+    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need.
+
+    `longest_blocks`, those of one head of the longest sequence, may raise it up to MOST_LANE_BYTES.
+    """
+    block_bytes = lane_block_bytes(head_dim)
+    fitting = max(LANE_BYTES // block_bytes, min(longest_blocks, MOST_LANE_BYTES // block_bytes))
     num_blocks = fitting if most_blocks is None else min(fitting, most_blocks * num_kv_heads)
     return LaneGeometry(max(1, LANE_TILE // (num_heads // num_kv_heads)), num_blocks, num_kv_heads)
 
