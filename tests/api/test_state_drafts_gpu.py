@@ -33,8 +33,14 @@ def answers(llm: LLM, params: SamplingParams = PARAMS) -> list[Answer]:
 
 def open_llm(folder: Path, **options: Any) -> LLM:
     settings: dict[str, Any] = {
-        "load_format": "dummy", "tokenizer": "none", "core_process": False, "page_tokens": 16,
-        "max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 256, "state_snapshots": 2,
+        "load_format": "dummy",
+        "tokenizer": "none",
+        "core_process": False,
+        "page_tokens": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 256,
+        "state_snapshots": 2,
     }
     return LLM(model=str(write_model(folder, "states")), **(settings | options))
 
@@ -75,6 +81,7 @@ def run_scripts(folder: Path, **options: Any) -> None:
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_scripts_on_a_cpu_change_nothing(tmp_path: Path) -> None:
     """What the tests of a GPU run."""
     run_scripts(tmp_path, device="cpu", dtype="float32")

@@ -90,6 +90,27 @@ def test_largest_step_stays_within_terms(tmp_path: Path, name: str) -> None:
         assert live.peak <= allowed + others + terms["states/rows"], f"{lengths=}"
 
 
+def test_step_with_draft_tokens_stays_within_terms(tmp_path: Path) -> None:
+    """Every sequence has as many as there can be, and replays as many."""
+    require_native()
+    built = build(tmp_path, speculative="ngram:3")
+    terms = {term.owner: term.num_bytes for term in built.plan.memory.terms}
+    allowed = sum(term.num_bytes for term in built.plan.memory.terms if term.group == "sampling")
+    others = 4 * 4 * 32 * 12 + 4 * 4 * 200
+    params, first, items = SamplingParams(temperature=0.0), 0, []
+    for slot in range(3):
+        item = scheduled(built, slot, 40, params, first)
+        item.sequence.slot = slot
+        first += sum(map(len, item.sequence.tables))
+        items.append(item._replace(start=36, num_new_tokens=4, proposals=(5, 6, 7), num_accepted=3))
+    step = LiveStep(tuple(items))
+    built.runner.execute(step)
+    gc.collect()
+    with PeakBytes(set(held_storages(built.runner))) as live:
+        built.runner.execute(step)
+    assert live.peak <= allowed + others + terms["states/rows"]
+
+
 def test_pages_hold_layers_that_attend_alone(tmp_path: Path) -> None:
     built = build(tmp_path)
     cache = built.plan.cache

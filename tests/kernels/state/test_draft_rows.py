@@ -10,6 +10,7 @@ import torch
 from holdfast.kernels.state.causal_conv import causal_conv_reference, causal_conv_triton
 from holdfast.kernels.state.delta_chunks import delta_chunks_reference, delta_chunks_triton
 from holdfast.kernels.state.delta_drafts import delta_drafts_reference, delta_drafts_triton
+from holdfast.kernels.state.delta_inputs import DeltaInputs
 from holdfast.kernels.state.delta_step import delta_step_reference, delta_step_triton
 from holdfast.kernels.state.kept_drafts import KeptDrafts
 from holdfast.kernels.state.state_geometry import delta_chunk_specs, draft_specs
@@ -161,16 +162,16 @@ def test_drafts_in_company_have_the_bits_of_single_rows(device, functions, heads
     """Random drafts of several sequences beside prompts, on places that others have used."""
     num_drafts, dice = 3, Random(5)
     is_short = functions is KERNELS and is_interpreted()
-    layer, num_steps = make_layer(heads), 3 if is_short else 8
+    layer, num_steps, num_seqs = make_layer(heads), *((2, 2) if is_short else (5, 3))
     length = 2 + (num_drafts + 1) * (num_steps + 1)
-    sequences = [(make_tokens(heads, length, seed=i), make_tokens(heads, length, seed=20 + i)) for i in range(3)]
+    sequences = [(make_tokens(heads, length, seed=i), make_tokens(heads, length, seed=20 + i)) for i in range(num_seqs)]
     truths = [truth(Net(layer, functions, device, num_drafts), i, one, 2) for i, (one, _) in enumerate(sequences)]
     net = Net(layer, functions, device, num_drafts)
     clients = [Client(i, *pair, 2) for i, pair in enumerate(sequences)]
     net.run([(Part(i, 0, 2), one.at(slice(2))) for i, (one, _) in enumerate(sequences)])
     prompt = make_tokens(heads, 5, seed=40)
     for step in range(num_steps):
-        own = dice.sample(clients, dice.randint(1, 3))
+        own = dice.sample(clients, dice.randint(1, num_seqs))
         before = {client.place: client.start for client in own}
         parts = []
         for client in own:
@@ -212,7 +213,7 @@ def test_single_rows_are_those_of_an_engine_without_drafts(device, functions, he
     others, other_states = truth(Net(layer, functions, device, 2), 1, tokens, 2)
     for own, other in ((outputs, others), (states[6], other_states[6])):
         for x, y in zip(own, other, strict=True):
-            assert same_bits(x, y) if functions is REFERENCES else torch.allclose(x, y, rtol=1e-6, atol=1e-6)
+            assert same_bits(x, y) if functions is REFERENCES else torch.allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_drafts_after_accepted_ones_leave_their_gates_to_other_programs(device) -> None:
@@ -275,8 +276,7 @@ def test_drafts_replay_in_a_graph_and_allocate_nothing(device) -> None:
     rows = make_rows([Part(0, 5, 1)], num_rows - 1, device)
     kept = KeptDrafts(*net.kept, accepted_SDC=torch.full_like(net.kept[0], torch.nan))
     weights = layer.A_log_H.to(device), layer.dt_bias_H.to(device)
-    inputs = Layer.inputs(layer, Tokens(mixed_TC.cpu(), *(x.cpu() for x in gates)), device)
-    inputs = type(inputs).of(mixed_TC, 2, 64, 4, 64, *gates, *weights)
+    inputs = DeltaInputs.of(mixed_TC, 2, 64, 4, 64, *gates, *weights)
 
     def launch() -> None:
         causal_conv_triton(x_TC, rows, net.weight_CW, net.conv_PCW, mixed_TC, kept=kept)
