@@ -160,16 +160,13 @@ def _route_one_kernel(
     # The first program finishes the row, the others compute logits: of experts, then of a gate.
     i_r = tl.program_id(0) - 1
     o_k = tl.arange(0, BLOCK_K)
-    num_routers = tl.num_programs(0) - 1
-    if p_gate is not None:
-        num_routers -= 1
     if i_r < 0:
         wait_then_release(PDL)
         _finish_row(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, 0, size_k, num_squares, eps, IS_CODED, BLOCK_K,
             BLOCK_J, PLAIN,
         )  # fmt: skip
-    elif p_gate is not None and i_r == num_routers:
+    elif p_gate is not None and i_r == tl.num_programs(0) - 2:
         wait_then_release(PDL)
         _store_gate_logit(p_scaled, p_gate, p_gate_logit, p_squares, 0, size_k, num_squares, eps, BLOCK_K, BLOCK_J)
     else:
@@ -185,7 +182,10 @@ def _route_one_kernel(
         tl.store(p_logits + o_r, b_y, mask=m_r)
         tl.debug_barrier()
         arrived = tl.atomic_add(p_arrived, 1, sem="acq_rel")
-        if arrived == num_routers - 1:
+        last = tl.num_programs(0) - 2
+        if p_gate is not None:
+            last -= 1
+        if arrived == last:
             tl.store(p_arrived, 0)
             o_e = tl.arange(0, BLOCK_E)
             m_e = o_e < num_experts
