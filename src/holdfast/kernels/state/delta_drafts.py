@@ -151,7 +151,8 @@ def _drafts_kernel(
                 p_tile = p_state + i_place * state_stride + i_head * KEY_DIM * VALUE_DIM
                 p_tile = p_tile + o_k[:, None] * VALUE_DIM + o_v[None, :]
                 m_tile = m_k[:, None] & m_v[None, :]
-                b_state = tl.load(p_tile, mask=m_tile & (start > 0), other=0.0)
+                # A state is read and written once a step, and does not fit the L2 cache beside all others.
+                b_state = tl.load(p_tile, mask=m_tile & (start > 0), other=0.0, eviction_policy="evict_first")
                 o_key = i_head // GROUP * KEY_DIM + o_k
                 o_value = i_head * VALUE_DIM + o_v
                 for i_step in range(-num_accepted, num_drafts + 1):
@@ -165,8 +166,10 @@ def _drafts_kernel(
                     b_v = row_or_again(p_v + i_own * v_stride + o_value, p_again + 2 * KEYS + o_value, is_own, m_v)
                     b_b = row_or_again(p_b + i_own * b_stride + i_head, p_kept_b + i_kept, is_own, True)
                     b_beta = write_strength(b_b)
-                    b_q = b_q * (tl.rsqrt(tl.sum(b_q * b_q, axis=0) + EPS) * scale)
-                    b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, axis=0) + EPS)
+                    q_square, k_square = tl.split(tl.sum(tl.join(b_q * b_q, b_k * b_k), axis=0))
+                    q_scale = tl.rsqrt(q_square + EPS) * scale
+                    k_scale = tl.rsqrt(k_square + EPS)
+                    own = tl.sum(b_q * b_k, axis=0) * (q_scale * k_scale)
                     # Only the first block of a head writes gates; a step reads other places of the ring.
                     is_kept = (i_step > 0) & (i_block == 0)
                     tl.store(p_kept_b + i_kept, b_b, mask=is_kept)
@@ -181,13 +184,14 @@ def _drafts_kernel(
                         b_a = row_or_again(p_a + i_own * a_stride + i_head, p_kept_a + i_kept, is_own, True)
                         tl.store(p_kept_a + i_kept, b_a, mask=is_kept)
                         b_state = b_state * tl.exp(log_decay(b_a, tl.load(p_bias + i_head), b_rate))
-                    b_read = tl.sum(b_state * b_k[:, None], axis=0)
-                    b_before = tl.sum(b_state * b_q[:, None], axis=0)
-                    b_write = (b_v - b_read) * b_beta
-                    b_state = b_state + b_k[:, None] * b_write[None, :]
+                    # Both sums at once, of keys and queries as they came: lengths multiply after.
+                    b_sums = tl.sum(tl.join(b_state * b_k[:, None], b_state * b_q[:, None]), axis=0)
+                    b_read, b_before = tl.split(b_sums)
+                    b_write = (b_v - b_read * k_scale) * b_beta
+                    b_state = b_state + (b_k * k_scale)[:, None] * b_write[None, :]
                     # q (S + k w) = q S + (q k) w: both sums over the state run before the write.
-                    b_out = b_before + tl.sum(b_q * b_k, axis=0) * b_write
-                    tl.store(p_tile, b_state, mask=m_tile & (i_step == 0))
+                    b_out = b_before * q_scale + own * b_write
+                    tl.store(p_tile, b_state, mask=m_tile & (i_step == 0), eviction_policy="evict_first")
                     p_step_out = p_row_out + i_step * out_stride
                     tl.store(p_step_out, b_out.to(p_out.dtype.element_ty), mask=m_v & is_own)
 
