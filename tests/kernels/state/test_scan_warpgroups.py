@@ -30,8 +30,8 @@ def test_scan_in_warpgroups_matches_token_loop(num_tokens) -> None:
     layer, tokens = make_layer(HEADS), make_tokens(HEADS, num_tokens, dtype=torch.float16)
     exact_THV, exact_HKV = delta_recurrence(layer, tokens)
     out_THV, state_HKV = in_warpgroups(tokens, layer)
-    assert (out_THV.double() - exact_THV).norm() <= 2e-3 * exact_THV.norm()
-    torch.testing.assert_close(state_HKV.double(), exact_HKV, rtol=0, atol=3e-5)
+    assert (out_THV.double() - exact_THV).norm() <= 5e-4 * exact_THV.norm()
+    assert (state_HKV.double() - exact_HKV).norm() <= 3e-6 * exact_HKV.norm()
 
 
 def test_scan_in_warpgroups_cut_at_64_changes_no_bit() -> None:
