@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 from threading import local
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,12 @@ from holdfast.loading.gguf.state_rows import RATES, VECTORS, StateRows
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, STATE_NAMES, CheckpointNames
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
+from holdfast.quant.packed_tiles import TILE_ROWS
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.kernels.load.place_blocks import StoredRows
 
 MODULES: Mapping[str, str] = {
     "token_embd": LLAMA_NAMES.embed,
@@ -55,8 +58,6 @@ NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": 
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
 """Elements per step: few enough that each pass finds the previous pass's results in cache."""
-SPLIT_ELEMENTS = 2**20
-"""Elements per step of rows that are split into planes: at most the bytes of a step of dequantized ones."""
 DEQUANT_BYTES = 2 * 2**20
 """Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
@@ -184,27 +185,40 @@ class GGUFSource:
         """Split the blocks of some rows into planes, in steps; the factor of a matrix is each row's second scale."""
         import torch
 
-        from holdfast.loading.gguf.dequantize import split
+        from holdfast.kernels.load.place_blocks import split_rows
         from holdfast.quant.packed_weight import plane_bytes
 
         tensor = self._tensors[name]
-        (row_start, row_end), (first, last) = rows, columns or (0, tensor.shape[-1])
+        row_start, row_end = rows
         if row_start == row_end:
             return
+        first, last = columns or (0, tensor.shape[-1])
         views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
-        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
-        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
-        for start in range(row_start, row_end, step):
-            end = min(start + step, row_end)
-            blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
-            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
-            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
-                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
-                view[start - row_start : end - row_start].view(own.shape).copy_(own)
-        if scheme.second != "none":
+        has_second = scheme.second != "none"
+        own = views[:-1] if has_second else views
+        for start, stored in self._stored_rows(tensor, rows, (first, last)):
+            some = [view[start - row_start : start - row_start + stored.num_rows] for view in own]
+            split_rows(stored, tensor.type.block_bytes, some, tensor.type.name)
+        if has_second:
             numbers = torch.ones(row_end - row_start, 1)
             self._apply_factors(tensor, rows, numbers)
             views[-1].copy_(numbers.view(torch.uint8))
+
+    def read_tiles(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], tiles_GX: torch.Tensor, columns: Columns = None
+    ) -> int | None:
+        """Interleave the blocks of some rows in one pass, in steps that fit a cache."""
+        from holdfast.kernels.load.place_blocks import place_tiles
+        from holdfast.kernels.load.place_kernels import UNSEEN
+
+        tensor, found = self._tensors[name], None
+        for start, stored in self._stored_rows(tensor, rows, columns or (0, tensor.shape[-1])):
+            group = (start - rows[0]) // scheme.row_group
+            some = tiles_GX[group : group + stored.num_rows // scheme.row_group]
+            wrong = place_tiles(stored, tensor.type.block_bytes, some, scheme)
+            if found is None and wrong != UNSEEN:
+                found = start + wrong
+        return found
 
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
@@ -261,6 +275,25 @@ class GGUFSource:
         if head_dim is not None:
             blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
         return blocks.contiguous()
+
+    def _stored_rows(
+        self, tensor: GGUFTensor, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[tuple[int, StoredRows]]:
+        """Yield steps of rows as stored, each with its first row; valid until this thread's next read."""
+        from holdfast.kernels.load.place_blocks import StoredRows
+
+        kind, head_dim = tensor.type, self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        num_blocks = tensor.shape[-1] // kind.block_elements
+        first_block, last_block = columns[0] // kind.block_elements, -(-columns[1] // kind.block_elements)
+        step = _step_rows(tensor.shape[-1], head_dim)
+        for start in range(*rows, step):
+            end = min(start + step, rows[1])
+            low, high = (
+                (start, end) if head_dim is None else (start // head_dim * head_dim, -(-end // head_dim) * head_dim)
+            )
+            bytes_RB = self._read_blocks(tensor, low * num_blocks, high * num_blocks).view(high - low, -1)
+            first_byte, count = first_block * kind.block_bytes, last_block - first_block
+            yield start, StoredRows(bytes_RB, start - low, end - start, first_byte, count, head_dim or 0)
 
     def _scheme(self, tensor: GGUFTensor) -> PackedScheme | None:
         """Return the scheme of a matrix in blocks; None for other tensors."""
@@ -326,14 +359,19 @@ class GGUFSource:
     def _step_bytes(self, tensor: GGUFTensor) -> int:
         """Return the scratch bytes of a step of this tensor: its rows, and up to a head more on either side."""
         all_rows, num_columns = table_shape(tensor.shape)
-        num_rows = max(1, STEP_ELEMENTS // num_columns)
-        if self._head_dim is not None and _INTERLEAVED.fullmatch(tensor.name):
-            num_rows += 2 * self._head_dim
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        num_rows = _step_rows(num_columns, head_dim) + 2 * (head_dim or 0)
         num_elements = min(num_rows, all_rows) * num_columns + 2 * tensor.type.block_elements
         raw_bytes = -(-num_elements // tensor.type.block_elements) * tensor.type.block_bytes
         if tensor.type.name in NATIVE_DTYPES:
             return 2 * raw_bytes
         return 2 * raw_bytes + 4 * num_elements + DEQUANT_BYTES
+
+
+def _step_rows(num_columns: int, head_dim: int | None) -> int:
+    """Return the rows of a step: whole groups of rows that lie interleaved in tiles, and whole heads if they are."""
+    unit = lcm(TILE_ROWS, head_dim or 1)
+    return max(1, STEP_ELEMENTS // num_columns // unit) * unit
 
 
 def _beside(name: str, ending: str) -> str:

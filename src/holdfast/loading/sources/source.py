@@ -123,6 +123,20 @@ class PackableSource(Protocol):
 
 
 @runtime_checkable
+class TileSource(Protocol):
+    """Extra method of a source of GGUF blocks, whose rows may go straight to tiles in host memory."""
+
+    def read_tiles(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], tiles_GX: torch.Tensor, columns: Columns = None
+    ) -> int | None:
+        """Fill whole groups of rows in the scheme of tiles; return the first row with a scale that is not finite.
+
+        Thread-safe.
+        """
+        ...
+
+
+@runtime_checkable
 class SharingSource(Protocol):
     """Extra property of a source whose readers share buffers."""
 
