@@ -123,6 +123,7 @@ def test_plan_release_by_name_is_packed_and_keeps_its_name(here: Here, typed: st
     record = json.loads(here("plan", typed, *options).out)
     assert any(f"planned with weights in {words}" in note for note in record["notes"]), record["notes"]
     assert record["best_command"].startswith(f"holdfast serve {start or typed} ")
+    assert ": weights in " + words.partition(",")[0] in " ".join(here("plan", typed, *options[:-1]).out.split())
     weights = sum(term["bytes"] for term in record["terms"] if term["owner"].startswith("weights"))
     assert weights < 10e9
 
