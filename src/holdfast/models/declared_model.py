@@ -66,7 +66,7 @@ class DeclaredModel:
     on_disk: OnDisk | None = None
     """File contents by stored type, if headers have been read and store blocks (GGUF)."""
     packed: Mapping[str, Schemes | str] = field(default_factory=dict)
-    """The scheme of each part of the weights that the checkpoint packs, from its headers."""
+    """The scheme of each part of the weights that the checkpoint packs, or why one cannot stay packed, from its headers."""
     unread_pattern: str | None = None
     """An exclusion pattern of the publisher that is not supported. With one, open weights are unknown."""
     keeps_latents: bool = False
