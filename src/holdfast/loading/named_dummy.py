@@ -75,6 +75,8 @@ def part_schemes(declared: DeclaredModel) -> dict[str, PackedScheme]:
     found: dict[str, PackedScheme] = {}
     for weight in declared.parameters():
         schemes = declared.packed.get(weight.name, ())
+        if isinstance(schemes, str):  # why it cannot stay packed
+            continue
         for place, tensor in enumerate(weight.tensors if schemes else ()):
             scheme = schemes[place % len(schemes)]
             if scheme is not None:
