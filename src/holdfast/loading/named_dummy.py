@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,6 +75,8 @@ def part_schemes(declared: DeclaredModel) -> dict[str, PackedScheme]:
     found: dict[str, PackedScheme] = {}
     for weight in declared.parameters():
         schemes = declared.packed.get(weight.name, ())
+        if isinstance(schemes, str):  # why it cannot stay packed
+            continue
         for place, tensor in enumerate(weight.tensors if schemes else ()):
             scheme = schemes[place % len(schemes)]
             if scheme is not None:
@@ -116,6 +119,26 @@ class PackedDummySource(DummySource):
             samples[start : start + len(sample)].copy_(sample)
         return _SampleWriter(samples, self._starts).write
 
+    def read_tiles(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], tiles_GX: torch.Tensor, columns: Columns = None
+    ) -> int | None:
+        """Interleave rows of a sample; all scales are finite."""
+        import torch
+
+        from holdfast.quant.packed_tiles import stored_scheme
+        from holdfast.quant.tile_values import arrange_reference
+
+        num_columns, stored = self.entries[name].shape[-1], stored_scheme(scheme)
+        first, last = columns or (0, num_columns)
+        planes = []
+        for plane, sample in zip(stored.planes, _sample(SampleKey(stored, num_columns)), strict=True):
+            sample_SB = sample.view(SAMPLE_ROWS, -1)[:, plane.row_bytes(first) : plane.row_bytes(last)]
+            own_RB = torch.empty(rows[1] - rows[0], sample_SB.shape[1], dtype=torch.uint8)
+            _repeat_rows(sample_SB, rows[0], own_RB)
+            planes.append(own_RB.view(getattr(torch, plane.dtype)))
+        arrange_reference(scheme, planes, tiles_GX)
+        return None
+
 
 class _SampleWriter:
     """Copies rows of samples into planes."""
@@ -136,16 +159,17 @@ class _SampleWriter:
             _repeat_rows(sample_SB[:, plane.row_bytes(first) : plane.row_bytes(last)], rows[0], own_RB)
 
 
+@cache
 def _sample(key: SampleKey) -> tuple[torch.Tensor, ...]:
     """Return the planes of some rows of normal numbers, as bytes: a product keeps the length of its inputs."""
     import torch
 
-    from holdfast.loading.gguf.dequantize import split
-    from holdfast.loading.writing.blocks import quantize
+    from holdfast.kernels.load.quantize_blocks import quantize_blocks
+    from holdfast.quant.stored_blocks import split
 
     generator = torch.Generator().manual_seed(key.num_columns)
     values = torch.randn(SAMPLE_ROWS, key.num_columns, generator=generator) / sqrt(key.num_columns)
-    planes = split(quantize(values, key.scheme.title), key.scheme.title)
+    planes = split(quantize_blocks(values, key.scheme.title), key.scheme.title)
     return tuple(plane.contiguous().view(torch.uint8) for plane in planes)
 
 

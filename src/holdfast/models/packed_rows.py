@@ -27,16 +27,23 @@ class PackedForm(NamedTuple):
 
 
 def packed_form(
-    kind: str, shape: tuple[int, ...], part_rows: Sequence[int], schemes: Schemes, dtype: str, recipe: WeightRecipe
+    kind: str,
+    shape: tuple[int, ...],
+    part_rows: Sequence[int],
+    schemes: Schemes | str,
+    dtype: str,
+    recipe: WeightRecipe,
 ) -> PackedForm | None:
     """Return how a weight is held, or a rank's share of `shape`; None if no part of it is packed.
 
-    `part_rows` are the share's rows of each part in one matrix.
+    `part_rows` are the share's rows of each part in one matrix; `schemes` says why if a weight cannot stay packed.
     """
     if not any(schemes):
         return None
     if reason := _expanded_because(kind, recipe):
         return PackedForm((), reason)
+    if isinstance(schemes, str):
+        return PackedForm((), schemes)
     assert len(part_rows) == len(schemes), f"{part_rows} rows of {len(schemes)} parts"
     assert sum(part_rows) == shape[-2], f"{part_rows} rows of {shape}"
     device, plain = recipe.packed.device_kind, plain_scheme(dtype)

@@ -195,3 +195,13 @@ def test_quantize_blocks_do_not_depend_on_others(kind):
         assert torch.equal(alone, together[row]), row
     size = TYPES_BY_NAME[kind].block_elements
     assert torch.equal(quantize_blocks(values[0, :size], kind)[0], together[0, : TYPES_BY_NAME[kind].block_bytes])
+
+
+def test_quantize_blocks_of_weights_on_a_grid_equal_the_reference(native):
+    """Weights that were quantized before tie several trial ranges, so a last bit of any sum would choose another one."""
+    generator = torch.Generator().manual_seed(11)
+    codes = torch.randint(0, 16, (4096, 8, 32), generator=generator)
+    scales, minima = (torch.rand(4096, 8, 1, generator=generator).half().float() for _ in range(2))
+    values = (codes * scales - 8 * minima).view(4096, 256)
+    for kind in ("Q4_K", "Q6_K"):
+        assert torch.equal(quantize_blocks(values, kind), quantize_blocks_reference(values, kind)), kind

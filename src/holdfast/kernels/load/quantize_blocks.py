@@ -126,7 +126,8 @@ def _fit_lines(values_ET: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low_T, high_T = values_ET.amin(dim=0), values_ET.amax(dim=0).clamp_(min=0)
     low_T = torch.where(low_T < 0, low_T, 0.0)  # a zero without sign: the minimum's bits follow from it
     mean_T = _sums(values_ET.square()) / values_ET.shape[0]
-    weights_ET = values_ET.abs() + mean_T.sqrt()
+    # In float64, since torch's float32 root is off by a bit at times.
+    weights_ET = values_ET.abs() + mean_T.double().sqrt().float()
     weighted_ET = weights_ET * values_ET
     sum_w, sum_x = _sums(weights_ET), _sums(weighted_ET)
     above_ET = values_ET - low_T

@@ -182,11 +182,13 @@ class _Load:
 
     def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
         places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
-        if isinstance(self._source, WritingSource):
-            packed = self._source.packed_writer(staging) if isinstance(self._source, PackedWritingSource) else None
-            return WriterFeed(self._source.writer(staging), self._moves, chunks, places, packed)
+        tiles = None
         if self._device.type == "cpu":
             tiles = TilePlacer(self._source, self._plan.moves, self._tensors, staging["findings"])
+        if isinstance(self._source, WritingSource):
+            packed = self._source.packed_writer(staging) if isinstance(self._source, PackedWritingSource) else None
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places, packed, tiles)
+        if tiles is not None:
             return HostFeed(self._source, self._moves, chunks, places, self._num_readers, tiles)
         with _out_of_memory_as_error(self._plan, self._device, "the pinned host memory to load them through"):
             return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)

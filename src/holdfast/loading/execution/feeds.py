@@ -153,8 +153,9 @@ class WriterFeed:
         chunks: Iterator[Chunk],
         places: list[torch.Tensor],
         write_packed: PackedWriter | None = None,
+        tiles: TilePlacer | None = None,
     ) -> None:
-        self._write, self._write_packed = write, write_packed
+        self._write, self._write_packed, self._tiles = write, write_packed, tiles
         self._moves = moves
         self._chunks = chunks
         self._places = places
@@ -172,9 +173,13 @@ class WriterFeed:
                 if move.packed is None:
                     self._write(move.tensor, read.row_start, read.row_end, out, read.columns)
                     continue
+                if move.packed.row_group > 1:
+                    assert self._tiles is not None, f"{move.target} has no place for tiles"
+                    self._tiles.place(piece)
+                    continue
                 assert self._write_packed is not None, f"{move.tensor} cannot be written packed"
-                rows, scheme = (read.row_start, read.row_end), stored_scheme(move.packed)
-                self._write_packed(move.part.source_columns, scheme, rows, out, read.columns)
+                rows = read.row_start, read.row_end
+                self._write_packed(move.part.source_columns, move.packed, rows, out, read.columns)
             yield chunk, self._views[slot]
         if self._places[0].device.type == "cuda":
             torch.cuda.current_stream(self._places[0].device).synchronize()
