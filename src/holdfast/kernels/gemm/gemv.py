@@ -98,14 +98,14 @@ def side_row(
     elif PDL:
         tl.extra.cuda.gdc_wait()
     o_j = tl.arange(0, BLOCK_J)
-    b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
+    b_side_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
     b_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in range(0, size_k, BLOCK_K):
         m_k = k + o_k < size_k
         b_w = tl.load(p_w + k, mask=m_p[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_sum += b_w.to(tl.float32) * b_x[None, :]
-    scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+    scale = tl.rsqrt(tl.sum(b_side_squares, axis=0) / size_k + eps)
     tl.store(p_side_out + o_p, tl.sum(b_sum, axis=1) * scale, mask=m_p)
 
 
