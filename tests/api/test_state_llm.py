@@ -118,14 +118,14 @@ def test_prefixes_are_found_where_a_snapshot_was_taken() -> None:
 def test_quantized_projections_run(scheme: str) -> None:
     """Convolutions, gates and norms stay plain; tokens do not depend on company."""
     with opened("next", quantization=scheme) as llm:
-        together = tokens(llm, prompts())
+        together = tokens(llm, prompts()[1::2])
     with opened("next", quantization=scheme, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        assert [tokens(llm, [prompt])[0] for prompt in prompts()] == together
+        assert [tokens(llm, [prompt])[0] for prompt in prompts()[1::2]] == together
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "turboquant_k8v4", "turboquant_3bit_nc"])
 def test_quantized_pages_run(kv_cache_dtype: str) -> None:
     with opened(kv_cache_dtype=kv_cache_dtype, page_tokens=None) as llm:
-        together = tokens(llm, prompts())
+        together = tokens(llm, prompts()[1::2])
     with opened(kv_cache_dtype=kv_cache_dtype, page_tokens=None, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        assert [tokens(llm, [prompt])[0] for prompt in prompts()] == together
+        assert [tokens(llm, [prompt])[0] for prompt in prompts()[1::2]] == together

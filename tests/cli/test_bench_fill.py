@@ -134,7 +134,7 @@ def write_states(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("snapshots", ["0", "1", "4"])
+@pytest.mark.parametrize("snapshots", ["0", pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_bench_fill_states_reach_last_token(fill: Filling, tmp_path: Path, snapshots: str) -> None:
     """A hit needs a snapshot; without one every turn computes its whole prompt."""
     options = (*DUMMY, "--device", "cpu", "--state-snapshots", snapshots)

@@ -243,6 +243,7 @@ def test_expert_layer_of_deepseek_v4_from_a_table_is_exact(num_rows, dtype):
         layer(x, make_buffers(num_rows, "shared"), torch.empty_like(x))
 
 
+@pytest.mark.each_value
 @QUIET
 @pytest.mark.parametrize("scheme", [None, "mxfp4", "fp8_block"], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 6, 18])

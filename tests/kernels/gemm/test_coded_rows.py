@@ -73,6 +73,7 @@ def test_rms_norm_coded_codes_blocks_of_stored_rows(device, size, dtype):
     assert_codes_of(out, quantized)
 
 
+@pytest.mark.each_pair
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("limit", [None, 0.5])
@@ -86,6 +87,7 @@ def test_gate_mul_coded_codes_blocks_of_stored_rows(device, size, limit, dtype):
     assert_codes_of(out, quantized)
 
 
+@pytest.mark.each_pair
 @DTYPES
 @pytest.mark.parametrize("columns", [128, 512])
 @pytest.mark.parametrize("size", [40, 128, 300, 512], ids=lambda size: f"D{size}")
