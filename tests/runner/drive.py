@@ -158,9 +158,8 @@ class Rig:
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         declaration = declaration_named(backend)
         if spec.state is not None:
-            states = TritonStateDeclaration() if CPU.type == "cuda" else TorchStateDeclaration()
-            own = StateLayers(spec.state, dtype, CPU.type, num_drafts)
-            declaration = HybridDeclaration(declaration, states, own)
+            own = StateLayers(spec.state, dtype, "cpu", num_drafts)
+            declaration = HybridDeclaration(declaration, TorchStateDeclaration(), own)
         rule = StateRule(num_snapshots=num_snapshots, snapshot_tokens=64, num_drafts=num_drafts)
         self.state_rule = None if spec.state is None else rule
         scratch = declaration.scratch(specs, bounds)

@@ -24,7 +24,6 @@ from holdfast.loading.sources.source import (
     TogetherSource,
     WeightSource,
 )
-from holdfast.quant.packed_tiles import stored_scheme
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
