@@ -82,6 +82,7 @@ class Net:
         self.zones.check()
         taken = len(out_THV) - num_padding
         assert not out_THV[taken:].any(), "padding is not zero"
+        assert bool(out_THV[:taken].isfinite().all()), "something was read that no step has written"
         return out_THV[:taken].cpu()
 
     def states(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:

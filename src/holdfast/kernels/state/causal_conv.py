@@ -207,7 +207,7 @@ def _conv_row_kernel(
                 p_own = p_x + i_row * x_stride + o_c
                 p_state = p_conv + i_place * conv_stride + o_c * (WIDTH - 1)
                 o_slot = i_place * MAX_DRAFTS * NUM_CHANNELS + o_c
-                m_state = m_c & (start > 0)
+                m_state = (start > 0) & m_c
                 for i_step in range(-num_accepted, num_drafts + 1):
                     b_y = tl.zeros([BLOCK_C], tl.float32)
                     for tap in tl.static_range(WIDTH):
