@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from holdfast import LLM, SamplingParams
 from holdfast.cli import bench_record
 from holdfast.cli.app import run as run_command
-from holdfast.kernels.load.place_planes import arrange_tiles
+from holdfast.kernels.load.place_blocks import StoredRows, place_tiles
+from holdfast.kernels.load.place_kernels import UNSEEN
 from holdfast.kernels.native_library import native_library
-from holdfast.loading.gguf.dequantize import split
 from holdfast.loading.model_files import find_default_model
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, TILE_TYPES, input_bytes
@@ -126,13 +126,11 @@ def blocks_of(peer: Peer, product: Product, folder: Path) -> Path:
 
 def our_tiles(product: Product, blocks: Path) -> torch.Tensor:
     """Return the copies of the same weight in tiles, [copies, groups, bytes]."""
-    raw = torch.from_numpy(np.fromfile(blocks, np.uint8))
-    num_blocks = product.size_n * product.size_k // BLOCK_SCHEMES[product.kind].unit_columns
-    raw = raw.view(num_blocks, -1)
-    planes = [plane.contiguous().view(product.size_n, -1) for plane in split(raw, product.kind)]
-    tiles = TILE_SCHEMES[product.kind]
-    shape = product.size_n // TILE_ROWS, tiles.planes[0].row_elements(product.size_k)
-    first = arrange_tiles(tiles, planes, torch.empty(shape, dtype=torch.uint8))
+    raw = torch.from_numpy(np.fromfile(blocks, np.uint8)).view(product.size_n, -1)
+    tiles, num_blocks = TILE_SCHEMES[product.kind], product.size_k // BLOCK_SCHEMES[product.kind].unit_columns
+    first = torch.empty(product.size_n // TILE_ROWS, tiles.planes[0].row_elements(product.size_k), dtype=torch.uint8)
+    stored = StoredRows(raw, 0, product.size_n, 0, num_blocks)
+    assert place_tiles(stored, raw.shape[1] // num_blocks, first, tiles) == UNSEEN, "a scale is not finite"
     return torch.stack([first] * product.num_copies)
 
 

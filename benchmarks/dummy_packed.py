@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from dummy_models import write_dummy_model
 
+from holdfast.kernels.load.quantize_blocks import quantize_blocks
 from holdfast.loading.convert import Conversion, TokenizerForms, plan_conversion
 from holdfast.loading.model_files import open_model
-from holdfast.loading.writing.blocks import quantize
 from holdfast.loading.writing.codes import pack_int4, pack_nvfp4, second_scale
 from holdfast.loading.writing.write import opened_for_writing
 from holdfast.loading.writing.written import Written
@@ -84,7 +84,7 @@ def _sample(written: Written, is_vector: bool) -> tuple[bytes, ...]:
     elif encoding in ("plain", "copy") or encoding in PLAIN:
         tensors = (values.to(getattr(torch, PLAIN.get(dtype, dtype))),)
     else:
-        tensors = (quantize(values, encoding),)
+        tensors = (quantize_blocks(values, encoding),)
     return tuple(one.contiguous().view(torch.uint8).numpy().tobytes() for one in tensors)
 
 

@@ -12,6 +12,7 @@ from cli.cli_models import Ended, Here, refuse
 from holdfast.cli import bench_fill
 from holdfast.cli.fill_ladder import PROMPT, TRACE, TWO_TRACES, Ladder
 from holdfast.cli.terminal import INTERRUPTED
+from holdfast.loading import named_dummy
 from holdfast.runner.runner import Runner
 from runner.gpu_traffic import write_model
 
@@ -57,6 +58,33 @@ def assert_filled(
     assert {rung["allocations"] for rung in record["rungs"]} == {0}
     assert {rung["compilations"] for rung in record["rungs"]} == {0}
     assert all(rung["tokens_per_s"] > 0 and rung["free_bytes"] > 0 for rung in record["rungs"])
+
+
+PACKED = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 259,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 512,
+}
+
+
+def test_bench_fill_release_by_name_needs_no_file(fill: Filling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dummy blocks of a Q4_K_M, whose output projections take value heads in turn."""
+    monkeypatch.setattr(named_dummy, "is_known", lambda name: True)
+    monkeypatch.setattr(named_dummy, "find_model", lambda name: ("Tiny-1B", PACKED))
+    ended, record = fill(Path("owner/Tiny-1B:Q4_K_M"), *DUMMY, "--device", "cpu", "--max-model-len", 200)
+    assert_filled(ended, record, declared=200)
+    assert "Tiny-1B:Q4_K_M" in ended.out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

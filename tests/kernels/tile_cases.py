@@ -7,10 +7,10 @@ from functools import cache
 import torch
 
 from holdfast.kernels import native_library
-from holdfast.kernels.load.place_planes import arrange_tiles
 from holdfast.kernels.native_library import FLAGS, SIGNATURES, SOURCES
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedPlane, PackedScheme
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES
+from holdfast.quant.tile_values import arrange_reference
 from kernels.exactness import MOAT, random
 from kernels.kept_builds import kept_build
 
@@ -51,7 +51,7 @@ def tiles_of(title: str, planes: list[torch.Tensor], num_columns: int) -> torch.
     scheme = TILE_SCHEMES[title]
     shape = len(planes[0]) // TILE_ROWS, scheme.planes[0].row_elements(num_columns)
     buffer = torch.full((shape[0] * shape[1] + 2 * MOAT,), 0xFF, dtype=torch.uint8)
-    return arrange_tiles(scheme, planes, buffer[MOAT:-MOAT].view(shape))
+    return arrange_reference(scheme, planes, buffer[MOAT:-MOAT].view(shape))
 
 
 def random_tiles(title: str, num_rows: int, num_columns: int, seed: int = 0) -> tuple[PackedScheme, torch.Tensor]:
@@ -70,7 +70,7 @@ def compiled_with(flag: str) -> ctypes.CDLL:
         "holdfast_packed_linear",
         "holdfast_packed_linear_full",
         "holdfast_packed_rows",
-        "holdfast_interleave",
+        "holdfast_place_blocks",
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = SIGNATURES[name], None

@@ -9,7 +9,6 @@ from holdfast.errors import ConfigError
 from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB, PLANNED_GPUS
 from holdfast.planning.target import (
     BARE_CONTEXT_BYTES,
-    GROWTH_BYTES,
     MOST_ANONYMOUS_BYTES,
     PROCESS_BYTES,
     PROCESS_ROUNDING_BYTES,
@@ -63,9 +62,9 @@ def test_cpu_target_has_available_host_memory(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("anonymous", "files", "num_bytes", "present"),
     [
-        (180 * MIB, 80 * MIB, 304 * MIB, 180 * MIB),
+        (180 * MIB, 85 * MIB, 304 * MIB, 180 * MIB),
         (180 * MIB, 92 * MIB, 304 * MIB, 180 * MIB),
-        (180 * MIB + 1, 92 * MIB, 320 * MIB, 180 * MIB + 1),
+        (180 * MIB + 1, 92 * MIB, 312 * MIB, 180 * MIB + 1),
         (8 * GIB, 92 * MIB, 448 * MIB, MOST_ANONYMOUS_BYTES),
         (None, 92 * MIB, PROCESS_BYTES, 0),
     ],
@@ -73,8 +72,8 @@ def test_cpu_target_has_available_host_memory(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_device_target_cpu_counts_its_own_process(monkeypatch, anonymous, files, num_bytes, present) -> None:
     """What it holds has a line; what no file is behind is not available any more, and is ours."""
-    assert GROWTH_BYTES == 32 * MIB
-    assert PROCESS_ROUNDING_BYTES == 16 * MIB
+    monkeypatch.setattr("holdfast.planning.target.GROWTH_BYTES", 32 * MIB)
+    assert PROCESS_ROUNDING_BYTES == 8 * MIB
     monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
     monkeypatch.setattr("holdfast.planning.target.anonymous_bytes", lambda: anonymous)
     monkeypatch.setattr("holdfast.planning.target.file_bytes", lambda: files)

@@ -38,8 +38,8 @@ class Weight(NamedTuple):
     """Its name in the whole model, if a stage numbers its layer differently; empty: `name`."""
     part_rows: tuple[int, ...] = ()
     """Rows of each of its parts (q, k, v; gate, up) in one matrix; empty if unknown."""
-    packed: Schemes = ()
-    """Schemes in which the checkpoint packs these parts; empty: in none."""
+    packed: Schemes | str = ()
+    """Schemes in which the checkpoint packs these parts, or why it cannot stay packed; empty: it is not packed."""
 
     @property
     def group(self) -> str:

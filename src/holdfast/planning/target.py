@@ -1,6 +1,7 @@
 """Target: the memory of a device that is present or only named, and the choice of a device; imports torch late."""
 
 import os
+import platform
 from typing import Literal, NamedTuple
 
 from holdfast.config import EngineConfig
@@ -68,17 +69,19 @@ def too_old_reason(target: Target) -> str | None:
     return f"does not run: needs compute capability {needs}, and {target.name} has {has}"
 
 
-PROCESS_BYTES = 288 * MIB
-"""Python and torch on a host, without a vocabulary: 240 MiB after all imports, 264 after an answer, and rounding. Measured with
-torch for CPUs on Linux (aarch64)."""
+IS_X86 = platform.machine() == "x86_64"
+PROCESS_BYTES = (248 if IS_X86 else 288) * MIB
+"""Python and torch on a host, without a vocabulary and without what sampling takes. Measured with torch for CPUs on Linux: 244
+and 245 MiB after answers (x86-64); 240 after all imports and 264 after an answer (aarch64), and rounding."""
 TOKEN_BYTES = 800
 """Bytes of a token in the tokenizers library. Measured with a BPE vocabulary of 262,144 tokens: 752 after the file is read, 792
 after an engine has started."""
-GROWTH_BYTES = 32 * MIB
-"""Growth after a plan is made: threads, code and C kernels; measured, 30 MiB."""
+GROWTH_BYTES = (12 if IS_X86 else 32) * MIB
+"""Growth after a plan is made: threads, code and C kernels. Measured: 9 and 13 MiB without what sampling takes (x86-64), 30 with
+it (aarch64)."""
 MOST_ANONYMOUS_BYTES = 320 * MIB
 """Most that Python and torch take without a vocabulary; the rest of a process belongs to its caller or another engine."""
-PROCESS_ROUNDING_BYTES = 16 * MIB
+PROCESS_ROUNDING_BYTES = 8 * MIB
 """Measurements are rounded up to a multiple, so that two starts make the same plan."""
 
 

@@ -12,11 +12,18 @@ import torch
 from holdfast.errors import MemoryPlanError, ModelFormatError
 from holdfast.kernels.load.checksum import add_checksum, as_unsigned
 from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
-from holdfast.loading.execution.place import ChunkViews, Placer
+from holdfast.loading.execution.place import ChunkViews, Placer, TilePlacer
 from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
+from holdfast.loading.execution.tied import check_tied
 from holdfast.loading.planning.moves import EMBEDDING, HEAD, Move, PlannedWeight, part_name
 from holdfast.loading.planning.plan import CPU_READERS, PINNED_CHUNKS, LoadPlan
-from holdfast.loading.sources.source import CheckedSource, ValueCheckedSource, WeightSource, WritingSource
+from holdfast.loading.sources.source import (
+    CheckedSource,
+    PackedWritingSource,
+    ValueCheckedSource,
+    WeightSource,
+    WritingSource,
+)
 from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
@@ -99,10 +106,11 @@ def load_weights(
     start = time.perf_counter()
     if isinstance(source, ValueCheckedSource):
         source.check_values({move.tensor: move.packed for move in (*plan.moves, *plan.tied)})
+    tied = check_tied(plan, source)
     with _out_of_memory_as_error(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:
-        load = _Load(plan, source, target, arena.tensors, on_progress)
+        load = _Load(plan, tied, source, target, arena.tensors, on_progress)
         is_finite = load.run(ledger, allow_nonfinite)
         _refuse_beyond(plan, source, arena.tensors)
         return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
@@ -122,6 +130,7 @@ class _Load:
     def __init__(
         self,
         plan: LoadPlan,
+        tied: tuple[Move, ...],
         source: WeightSource,
         device: torch.device,
         tensors: dict[str, torch.Tensor],
@@ -131,7 +140,8 @@ class _Load:
         self._source = source
         self._device = device
         self._tensors = tensors
-        self._moves = (*plan.moves, *plan.tied)
+        self._tied = tied
+        self._moves = (*plan.moves, *tied)
         self._progress = _Progress(plan.read_bytes, on_progress)
         self._num_readers = _count_readers(plan, device)
         self._seconds = (0.0, 0.0, 0.0)
@@ -143,13 +153,13 @@ class _Load:
         with _out_of_memory_as_error(plan, device, "the staging to load them through"):
             staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows in flight")
         try:
-            chunks = cut_chunks(plan.moves, plan.tied, plan.chunk_bytes(device.type))
+            chunks = cut_chunks(plan.moves, self._tied, plan.chunk_bytes(device.type))
             return self._stream(staging.tensors, chunks, allow_nonfinite)
         finally:
             staging.release()
 
     def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
-        placer = Placer(self._plan.moves, self._plan.tied, self._tensors, staging["findings"], staging["amax"])
+        placer = Placer(self._plan.moves, self._tied, self._tensors, staging["findings"], staging["amax"])
         checks = _Checks(self._plan.moves, self._source, staging["checksums"]) if self._plan.is_checked else None
         self._progress.report(0)
         with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
@@ -172,10 +182,14 @@ class _Load:
 
     def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
         places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
-        if isinstance(self._source, WritingSource):
-            return WriterFeed(self._source.writer(staging), self._moves, chunks, places)
+        tiles = None
         if self._device.type == "cpu":
-            return HostFeed(self._source, self._moves, chunks, places, self._num_readers)
+            tiles = TilePlacer(self._source, self._plan.moves, self._tensors, staging["findings"])
+        if isinstance(self._source, WritingSource):
+            packed = self._source.packed_writer(staging) if isinstance(self._source, PackedWritingSource) else None
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places, packed, tiles)
+        if tiles is not None:
+            return HostFeed(self._source, self._moves, chunks, places, self._num_readers, tiles)
         with _out_of_memory_as_error(self._plan, self._device, "the pinned host memory to load them through"):
             return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)
 

@@ -13,11 +13,17 @@ from typing import Protocol
 
 import torch
 
-from holdfast.loading.execution.place import ChunkViews, chunk_views
+from holdfast.loading.execution.place import ChunkViews, TilePlacer, chunk_views
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
 from holdfast.loading.planning.moves import Move
-from holdfast.loading.sources.source import PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
-from holdfast.quant.packed_tiles import stored_scheme
+from holdfast.loading.sources.source import (
+    PackableSource,
+    PackedWriter,
+    RowRead,
+    RowWriter,
+    TogetherSource,
+    WeightSource,
+)
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
@@ -38,7 +44,7 @@ class Feed(Protocol):
 
 
 class HostFeed:
-    """Chunks in host memory, placed from their read buffers."""
+    """Chunks in host memory, placed from their read buffers. Pieces of tiles are placed while they are read."""
 
     def __init__(
         self,
@@ -47,10 +53,12 @@ class HostFeed:
         chunks: Iterator[Chunk],
         places: list[torch.Tensor],
         num_readers: int,
+        tiles: TilePlacer | None = None,
     ) -> None:
+        """`tiles` places pieces of tiles in the threads that read them; without it there are none."""
         self._views = [chunk_views(place, moves) for place in places]
         buffers = [place.numpy().data for place in places]
-        self._ring = ChunkRing(chunks, len(places), num_readers, _Reading(source, moves, buffers).fill)
+        self._ring = ChunkRing(chunks, len(places), num_readers, _Reading(source, moves, buffers, tiles).fill)
         self.read_seconds = self.copy_seconds = self.place_seconds = 0.0
 
     def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]:
@@ -138,9 +146,15 @@ class WriterFeed:
     """Chunks that the source writes on the device, in order, on one stream."""
 
     def __init__(
-        self, write: RowWriter, moves: Sequence[Move], chunks: Iterator[Chunk], places: list[torch.Tensor]
+        self,
+        write: RowWriter,
+        moves: Sequence[Move],
+        chunks: Iterator[Chunk],
+        places: list[torch.Tensor],
+        write_packed: PackedWriter | None = None,
+        tiles: TilePlacer | None = None,
     ) -> None:
-        self._write = write
+        self._write, self._write_packed, self._tiles = write, write_packed, tiles
         self._moves = moves
         self._chunks = chunks
         self._places = places
@@ -154,7 +168,17 @@ class WriterFeed:
             place = self._places[slot]
             for piece in chunk.pieces:
                 out, read = place.narrow(0, piece.offset, piece.num_bytes), piece.read
-                self._write(self._moves[piece.move].tensor, read.row_start, read.row_end, out, read.columns)
+                move = self._moves[piece.move]
+                if move.packed is None:
+                    self._write(move.tensor, read.row_start, read.row_end, out, read.columns)
+                    continue
+                if move.packed.row_group > 1:
+                    assert self._tiles is not None, f"{move.target} has no place for tiles"
+                    self._tiles.place(piece)
+                    continue
+                assert self._write_packed is not None, f"{move.tensor} cannot be written packed"
+                rows = read.row_start, read.row_end
+                self._write_packed(move.part.source_columns, move.packed, rows, out, read.columns)
             yield chunk, self._views[slot]
         if self._places[0].device.type == "cuda":
             torch.cuda.current_stream(self._places[0].device).synchronize()
@@ -226,8 +250,15 @@ class _Sample:
 class _Reading:
     """Fills buffers in a reader thread. A method, not a closure: an error's traceback would keep the buffers of a closure."""
 
-    def __init__(self, source: WeightSource, moves: Sequence[Move], buffers: list[memoryview]) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        moves: Sequence[Move],
+        buffers: list[memoryview],
+        tiles: TilePlacer | None = None,
+    ) -> None:
         self._source = source
+        self._tiles = tiles
         self._together = source if isinstance(source, TogetherSource) else None
         self._moves = moves
         self._buffers = buffers
@@ -235,13 +266,17 @@ class _Reading:
     def fill(self, chunk: Chunk, buffer: int) -> None:
         """Read all pieces of a chunk to their offsets in a buffer."""
         memory, moves, reads = self._buffers[buffer], self._moves, []
-        for index, _, _, (start, end, columns), offset, num_bytes, _, _ in chunk.pieces:
+        for piece in chunk.pieces:
+            index, _, _, (start, end, columns), offset, num_bytes, _, _ = piece
             move, out = moves[index], memory[offset : offset + num_bytes]
             if move.packed is None:
                 reads.append(RowRead(move.tensor, start, end, out, columns))
-                continue
-            assert isinstance(self._source, PackableSource), f"{move.tensor} cannot be read packed"
-            self._source.read_packed(move.tensor, stored_scheme(move.packed), (start, end), out, columns)
+            elif move.packed.row_group > 1:
+                assert self._tiles is not None, f"{move.target} has no place for tiles"
+                self._tiles.place(piece)
+            else:
+                assert isinstance(self._source, PackableSource), f"{move.tensor} cannot be read packed"
+                self._source.read_packed(move.tensor, move.packed, (start, end), out, columns)
         if self._together is not None:
             self._together.read_together(reads)
             return

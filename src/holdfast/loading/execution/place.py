@@ -10,6 +10,7 @@ R rows of a piece, C columns read of each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from holdfast.kernels.load.place_kernels import (
     codes_launch,
     plain_launch,
 )
-from holdfast.kernels.load.place_planes import place_plane, place_tiles
+from holdfast.kernels.load.place_planes import place_plane
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
@@ -34,11 +35,12 @@ from holdfast.kernels.load.place_rows import (
     place_quantized,
     seen_columns,
 )
+from holdfast.kernels.native_library import native_library
 from holdfast.kernels.triton_compat import can_run, is_interpreted
 from holdfast.loading.execution.ring import Piece
 from holdfast.loading.planning.moves import Move
+from holdfast.loading.sources.source import TileSource, WeightSource
 from holdfast.quant.formats import DTYPE_BYTES
-from holdfast.quant.packed_tiles import stored_scheme
 from holdfast.quant.packed_weight import plane_bytes
 from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
@@ -249,23 +251,21 @@ class Placer:
             _repeat(rows_RC, route, row)
 
     def _place_packed(self, piece: Piece, views: ChunkViews) -> None:
-        """Copy the piece's rows of every plane, or compare them. Rows for tiles are interleaved on the way."""
+        """Copy the piece's rows of every plane. `TilePlacer` has placed rows of tiles, `check_tied` has compared tied ones."""
         move, index = self._jobs[piece.move], piece.move
         assert move.packed is not None, f"{move.target} is not packed"
-        stored, group = stored_scheme(move.packed), move.packed.row_group
-        own = plane_bytes(
-            stored, piece.num_rows, move.part.num_columns, views.raw.narrow(0, piece.offset, piece.num_bytes)
-        )
-        row, is_verified = piece.row - move.part.row_range[0], index >= self._num_moves
-        findings = self._flat_findings.narrow(0, 2 * index, 2)
-        planes = [plane for plane in stored.planes if not plane.is_shared]
-        first, num_groups = (move.part.row_start + row) // group, piece.num_rows // group
-        targets = [self._tensors[name].view(-1, width).narrow(0, first, num_groups) for name, width in move.planes]
-        if group > 1:
-            place_tiles(own, targets[0], move.packed, row, findings, is_verified)
+        assert index < self._num_moves, f"{move.tensor} was not compared before the load"
+        if move.packed.row_group > 1:
             return
-        for plane, bytes_RB, target in zip(planes, own, targets, strict=True):
-            place_plane(bytes_RB, target, plane, row, findings, is_verified)
+        own = plane_bytes(
+            move.packed, piece.num_rows, move.part.num_columns, views.raw.narrow(0, piece.offset, piece.num_bytes)
+        )
+        row = piece.row - move.part.row_range[0]
+        finding = self._flat_findings.narrow(0, 2 * index, 1)
+        planes = [plane for plane in move.packed.planes if not plane.is_shared]
+        for plane, bytes_RB, (name, width) in zip(planes, own, move.planes, strict=True):
+            target = self._tensors[name].view(-1, width).narrow(0, move.part.row_start + row, piece.num_rows)
+            place_plane(bytes_RB, target, plane, row, finding)
 
     def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
         """Return each wrong move, its first non-finite row and its first row that differs."""
@@ -306,6 +306,36 @@ class Placer:
             target = target.view(E8M0)
         self._planes[move.target] = target.view(-1, num_columns), scales
         return self._planes[move.target]
+
+
+class TilePlacer:
+    """Places rows of tiles in the thread that reads them: blocks go from its buffer to their final place in one pass."""
+
+    def __init__(
+        self, source: WeightSource, moves: Sequence[Move], tensors: Mapping[str, torch.Tensor], findings: torch.Tensor
+    ) -> None:
+        """`findings` has a row per move, as for `Placer`."""
+        self._source = source
+        self._moves = moves
+        self._tensors = tensors
+        self._findings = findings
+        self._lock = Lock()
+        native_library()  # compiled before there are threads
+
+    def place(self, piece: Piece) -> None:
+        """Read a piece into its tiles. Thread-safe: no two pieces have a row in common."""
+        move = self._moves[piece.move]
+        assert isinstance(self._source, TileSource), f"{move.tensor} cannot be read into tiles"
+        assert move.packed is not None, f"{move.target} is not packed"
+        (name, width), group = move.planes[0], move.packed.row_group
+        row = piece.row - move.part.row_range[0]
+        first = (move.part.row_start + row) // group
+        tiles_GX = self._tensors[name].view(-1, width)[first : first + piece.num_rows // group]
+        rows = piece.read.row_start, piece.read.row_end
+        wrong = self._source.read_tiles(move.tensor, move.packed, rows, tiles_GX, piece.read.columns)
+        if wrong is not None:
+            with self._lock:
+                self._findings[piece.move, 0].clamp_max_(wrong - rows[0] + row)
 
 
 def _rows_of(piece: Piece, route: _Route, chunk: torch.Tensor) -> torch.Tensor:

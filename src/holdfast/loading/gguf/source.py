@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 from threading import local
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
+from holdfast.loading.gguf.state_rows import RATES, VECTORS, StateRows
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
-from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, CheckpointNames
+from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, STATE_NAMES, CheckpointNames
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
+from holdfast.quant.packed_tiles import TILE_ROWS
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.kernels.load.place_blocks import StoredRows
 
 MODULES: Mapping[str, str] = {
     "token_embd": LLAMA_NAMES.embed,
@@ -26,6 +30,12 @@ MODULES: Mapping[str, str] = {
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
 """A matrix of one row in Hugging Face's files, a vector in GGUF files."""
+CONVOLUTION = "ssm_conv1d"
+"""Stacked matrices of one row in Hugging Face's files, one matrix in GGUF files."""
+LAYER_TENSORS: Mapping[str, str] = {
+    name: tensor.format(state=STATE_NAMES) for name, tensor in TABLES["layer_tensors"].items()
+}
+"""Tensors of a layer that are no weight or bias of a module in either kind of file."""
 
 
 def layer_modules(names: CheckpointNames) -> dict[str, str]:
@@ -34,7 +44,8 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
     Stacked experts [E, N, K] use the layout by kind: one tensor each for gate, up and down of all experts.
     """
     modules = {
-        name: module.format(names=names, latent=LATENT_NAMES) for name, module in TABLES["layer_modules"].items()
+        name: module.format(names=names, latent=LATENT_NAMES, state=STATE_NAMES)
+        for name, module in TABLES["layer_modules"].items()
     }
     return {name: module for name, module in modules.items() if module}
 
@@ -47,11 +58,10 @@ NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": 
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
 """Elements per step: few enough that each pass finds the previous pass's results in cache."""
-SPLIT_ELEMENTS = 2**20
-"""Elements per step of rows that are split into planes: at most the bytes of a step of dequantized ones."""
 DEQUANT_BYTES = 2 * 2**20
 """Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_OTHER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([\w.]+)", re.ASCII)
 _DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
 
@@ -66,6 +76,8 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
         return f"{MODULES[module]}.{kind}"
     if match := _DRAFT_TENSOR.fullmatch(name):  # one prefix for all that a draft layer holds
         return f"{LLAMA_NAMES.layer.format(match[1])}{match[2]}"
+    if (match := _OTHER_TENSOR.fullmatch(name)) and match[2] in LAYER_TENSORS:
+        return f"{LLAMA_NAMES.layer.format(match[1])}{LAYER_TENSORS[match[2]]}"
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
@@ -82,11 +94,14 @@ class GGUFSource:
         interleaved_head_dim: int | None,
         names: CheckpointNames = LLAMA_NAMES,
         unread: Sequence[str] = (),
+        states: StateRows | None = None,
     ) -> None:
         """An interleaved query or key head has Hugging Face's rows i and i + half as rows 2i and 2i+1.
 
-        `unread` are prefixes of tensors that the model skips.
+        `unread` are prefixes of tensors that the model skips. Without `states`, gated delta nets stay as in the file.
         """
+        if states is not None:
+            _refuse_coded_vectors(file)
         modules = layer_modules(names)
         self._unread = tuple(unread)
         self._data = GGUFData(file)
@@ -100,7 +115,7 @@ class GGUFSource:
             for name, tensor in file.tensors.items()
             if name not in beside
         }
-        self._head_dim = interleaved_head_dim
+        self._head_dim, self._states = interleaved_head_dim, states
         self._buffers = local()
         self.entries = {
             name: TensorEntry(
@@ -152,7 +167,9 @@ class GGUFSource:
         dtype = getattr(torch, entry.dtype)
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
         if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
-            self._data.read_into(tensor, row_start * num_columns * dtype.itemsize, out)
+            self._read_rows(tensor, (row_start, row_end), num_columns * dtype.itemsize, out)
+            if self._states is not None and RATES.fullmatch(tensor.name):
+                torch.frombuffer(out, dtype=dtype).neg_().log_()
             return
         values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
         step = max(1, STEP_ELEMENTS // num_columns)
@@ -168,27 +185,40 @@ class GGUFSource:
         """Split the blocks of some rows into planes, in steps; the factor of a matrix is each row's second scale."""
         import torch
 
-        from holdfast.loading.gguf.dequantize import split
+        from holdfast.kernels.load.place_blocks import split_rows
         from holdfast.quant.packed_weight import plane_bytes
 
         tensor = self._tensors[name]
-        (row_start, row_end), (first, last) = rows, columns or (0, tensor.shape[-1])
+        row_start, row_end = rows
         if row_start == row_end:
             return
+        first, last = columns or (0, tensor.shape[-1])
         views = plane_bytes(scheme, row_end - row_start, last - first, torch.frombuffer(out, dtype=torch.uint8))
-        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
-        step = max(1, SPLIT_ELEMENTS // tensor.shape[-1])
-        for start in range(row_start, row_end, step):
-            end = min(start + step, row_end)
-            blocks = self._row_blocks(tensor, (start, end), head_dim, (first, last))
-            planes = split(blocks.view(-1, tensor.type.block_bytes), tensor.type.name)
-            for view, plane in zip(views, planes, strict=False):  # the second scale is no part of a block
-                own = plane.view(torch.uint8) if plane.element_size() == 1 else plane.contiguous().view(torch.uint8)
-                view[start - row_start : end - row_start].view(own.shape).copy_(own)
-        if scheme.second != "none":
+        has_second = scheme.second != "none"
+        own = views[:-1] if has_second else views
+        for start, stored in self._stored_rows(tensor, rows, (first, last)):
+            some = [view[start - row_start : start - row_start + stored.num_rows] for view in own]
+            split_rows(stored, tensor.type.block_bytes, some, tensor.type.name)
+        if has_second:
             numbers = torch.ones(row_end - row_start, 1)
             self._apply_factors(tensor, rows, numbers)
             views[-1].copy_(numbers.view(torch.uint8))
+
+    def read_tiles(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], tiles_GX: torch.Tensor, columns: Columns = None
+    ) -> int | None:
+        """Interleave the blocks of some rows in one pass, in steps that fit a cache."""
+        from holdfast.kernels.load.place_blocks import place_tiles
+        from holdfast.kernels.load.place_kernels import UNSEEN
+
+        tensor, found = self._tensors[name], None
+        for start, stored in self._stored_rows(tensor, rows, columns or (0, tensor.shape[-1])):
+            group = (start - rows[0]) // scheme.row_group
+            some = tiles_GX[group : group + stored.num_rows // scheme.row_group]
+            wrong = place_tiles(stored, tensor.type.block_bytes, some, scheme)
+            if found is None and wrong != UNSEEN:
+                found = start + wrong
+        return found
 
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
@@ -246,6 +276,25 @@ class GGUFSource:
             blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
         return blocks.contiguous()
 
+    def _stored_rows(
+        self, tensor: GGUFTensor, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[tuple[int, StoredRows]]:
+        """Yield steps of rows as stored, each with its first row; valid until this thread's next read."""
+        from holdfast.kernels.load.place_blocks import StoredRows
+
+        kind, head_dim = tensor.type, self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        num_blocks = tensor.shape[-1] // kind.block_elements
+        first_block, last_block = columns[0] // kind.block_elements, -(-columns[1] // kind.block_elements)
+        step = _step_rows(tensor.shape[-1], head_dim)
+        for start in range(*rows, step):
+            end = min(start + step, rows[1])
+            low, high = (
+                (start, end) if head_dim is None else (start // head_dim * head_dim, -(-end // head_dim) * head_dim)
+            )
+            bytes_RB = self._read_blocks(tensor, low * num_blocks, high * num_blocks).view(high - low, -1)
+            first_byte, count = first_block * kind.block_bytes, last_block - first_block
+            yield start, StoredRows(bytes_RB, start - low, end - start, first_byte, count, head_dim or 0)
+
     def _scheme(self, tensor: GGUFTensor) -> PackedScheme | None:
         """Return the scheme of a matrix in blocks; None for other tensors."""
         scheme = BLOCK_SCHEMES.get(tensor.type.name)
@@ -284,8 +333,19 @@ class GGUFSource:
         raw: bytearray | None = getattr(self._buffers, "raw", None)
         if raw is None or len(raw) < num_bytes:
             raw = self._buffers.raw = bytearray(num_bytes)
-        self._data.read_into(tensor, first * tensor.type.block_bytes, memoryview(raw)[:num_bytes])
+        row_blocks = max(1, table_shape(tensor.shape)[1] // tensor.type.block_elements)
+        rows, row_bytes = (first // row_blocks, last // row_blocks), row_blocks * tensor.type.block_bytes
+        self._read_rows(tensor, rows, row_bytes, memoryview(raw)[:num_bytes])
         return torch.frombuffer(raw, dtype=torch.uint8, count=num_bytes)
+
+    def _read_rows(self, tensor: GGUFTensor, rows: tuple[int, int], row_bytes: int, out: memoryview) -> None:
+        """Read rows as stored; those of gated delta nets in the order of a checkpoint."""
+        if self._states is None:
+            self._data.read_into(tensor, rows[0] * row_bytes, out)
+            return
+        for run in self._states.runs(tensor.name, *rows):
+            place = (run.row - rows[0]) * row_bytes
+            self._data.read_into(tensor, run.file_row * row_bytes, out[place : place + run.num_rows * row_bytes])
 
     def _values(self, num_elements: int) -> torch.Tensor:
         """Return a buffer of float32 values; valid until this thread's next read."""
@@ -299,14 +359,19 @@ class GGUFSource:
     def _step_bytes(self, tensor: GGUFTensor) -> int:
         """Return the scratch bytes of a step of this tensor: its rows, and up to a head more on either side."""
         all_rows, num_columns = table_shape(tensor.shape)
-        num_rows = max(1, STEP_ELEMENTS // num_columns)
-        if self._head_dim is not None and _INTERLEAVED.fullmatch(tensor.name):
-            num_rows += 2 * self._head_dim
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        num_rows = _step_rows(num_columns, head_dim) + 2 * (head_dim or 0)
         num_elements = min(num_rows, all_rows) * num_columns + 2 * tensor.type.block_elements
         raw_bytes = -(-num_elements // tensor.type.block_elements) * tensor.type.block_bytes
         if tensor.type.name in NATIVE_DTYPES:
             return 2 * raw_bytes
         return 2 * raw_bytes + 4 * num_elements + DEQUANT_BYTES
+
+
+def _step_rows(num_columns: int, head_dim: int | None) -> int:
+    """Return the rows of a step: whole groups of rows that lie interleaved in tiles, and whole heads if they are."""
+    unit = lcm(TILE_ROWS, head_dim or 1)
+    return max(1, STEP_ELEMENTS // num_columns // unit) * unit
 
 
 def _beside(name: str, ending: str) -> str:
@@ -329,10 +394,19 @@ def _wrong_factors(file: GGUFFile, factors: GGUFTensor, found: str, expected: st
     return ModelFormatError("gguf.wrong_tensor", file=name, tensor=factors.name, found=found, expected=expected)
 
 
+def _refuse_coded_vectors(file: GGUFFile) -> None:
+    """Refuse rates and biases by head in blocks: a head would have no bytes of its own."""
+    for name, tensor in file.tensors.items():
+        if VECTORS.fullmatch(name) and tensor.type.name not in NATIVE_DTYPES:
+            raise _wrong_factors(file, tensor, f"is {tensor.type.name}", f"{', '.join(NATIVE_DTYPES)}")
+
+
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
     match = _LAYER_TENSOR.fullmatch(tensor.name)
     if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
         return replace(tensor, shape=(1, *tensor.shape))
+    if len(tensor.shape) == 2 and match is not None and match[2] == CONVOLUTION:
+        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
     return tensor
 
 

@@ -10,24 +10,28 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.packed_schemes import GROUPS, PackedScheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
+TURNED = "its rows have another order in the checkpoint"
+TIED_APART = "the head is tied to the embedding and stored in another way"
 
-def part_schemes(choice: Choice, entries: Mapping[str, TensorEntry]) -> Schemes:
-    """Return the scheme of each part of one matrix; empty if the parameter cannot stay packed, or nothing packs it.
+
+def part_schemes(choice: Choice, entries: Mapping[str, TensorEntry]) -> Schemes | str:
+    """Return the scheme of each part of one matrix, empty if nothing packs it; or why the parameter cannot stay packed.
 
     Stacked experts stay packed if all of them are stored alike. So does an embedding beside a copy of itself.
     """
-    parameter = choice.parameter.whole or choice.parameter
-    if len(parameter.shape) < 2:
+    parameter, parts = choice.parameter.whole or choice.parameter, choice.whole_parts
+    found = [None if part.tensor not in entries else entries[part.tensor].packed for part in parts]
+    if len(parameter.shape) < 2 or not any(found):
         return ()
     num_rows = parameter.shape[-2]
     wanted: dict[int, tuple[int, PackedScheme | None]] = {}
-    for part in choice.whole_parts:
-        entry = entries.get(part.tensor)
-        own = part.num_rows, None if entry is None else entry.packed
+    for part, scheme in zip(parts, found, strict=True):
+        own = part.num_rows, scheme
         if part.is_transposed or part.joined_rows > 1 or part.repeats > 1 or part.num_rows > num_rows:
-            return ()
+            return TURNED
         if wanted.setdefault(part.row_start % num_rows, own) != own:
-            return ()
+            titles = dict.fromkeys("plain" if one is None else one.title for one in found)
+            return f"its experts are stored in different ways: {', '.join(titles)}"
     schemes = tuple(scheme for _, (_, scheme) in sorted(wanted.items()))
     if (
         parameter.name == EMBEDDING
@@ -35,17 +39,17 @@ def part_schemes(choice: Choice, entries: Mapping[str, TensorEntry]) -> Schemes:
         and HEAD in entries
         and choice.whole_parts[0].tensor != HEAD
     ):
-        return schemes if entries[HEAD].packed == schemes[0] else ()
+        return schemes if entries[HEAD].packed == schemes[0] else TIED_APART
     return schemes
 
 
-def packed_weights(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> dict[str, Schemes]:
-    """Return the schemes of the parts of every weight that a checkpoint packs."""
+def packed_weights(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> dict[str, Schemes | str]:
+    """Return the schemes of the parts of every weight that a checkpoint packs, or why a weight cannot stay packed."""
     if all(entry.packed is None for entry in entries.values()):
         return {}
     fills = choose_all(tuple(parameters), entries).fills
     found = {choice.parameter.name: part_schemes(choice, entries) for choice in fills}
-    return {name: schemes for name, schemes in found.items() if any(schemes)}
+    return {name: schemes for name, schemes in found.items() if schemes}
 
 
 def form_of(choice: Choice, entries: Mapping[str, TensorEntry], dtype: str, recipe: WeightRecipe) -> PackedForm | None:

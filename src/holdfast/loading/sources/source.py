@@ -18,6 +18,8 @@ Columns: TypeAlias = "tuple[int, int] | None"
 """The columns [first, last) of every row; None: all."""
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
 """write(name, row_start, row_end, out, columns): like `read_into`, into bytes on the device."""
+PackedWriter: TypeAlias = "Callable[[int, PackedScheme, tuple[int, int], torch.Tensor, tuple[int, int] | None], None]"
+"""write(num_columns, scheme, rows, out, columns): like `PackableSource.read_packed`, of any matrix with so many columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,15 @@ class WritingSource(Protocol):
 
 
 @runtime_checkable
+class PackedWritingSource(Protocol):
+    """Extra method of a `WritingSource` that makes packed rows, too."""
+
+    def packed_writer(self, tensors: Mapping[str, torch.Tensor]) -> PackedWriter:
+        """Return a writer on the device of these tensors, those of `writer_specs`."""
+        ...
+
+
+@runtime_checkable
 class CheckedSource(Protocol):
     """Extra methods of a source with checksums of its tensors; the device checks them."""
 
@@ -108,6 +119,20 @@ class PackableSource(Protocol):
         self, name: str, scheme: PackedScheme, rows: tuple[int, int], out: memoryview, columns: Columns = None
     ) -> None:
         """Read rows [start, end) of every plane of the entry's scheme, one plane after another. Thread-safe."""
+        ...
+
+
+@runtime_checkable
+class TileSource(Protocol):
+    """Extra method of a source of GGUF blocks, whose rows may go straight to tiles in host memory."""
+
+    def read_tiles(
+        self, name: str, scheme: PackedScheme, rows: tuple[int, int], tiles_GX: torch.Tensor, columns: Columns = None
+    ) -> int | None:
+        """Fill whole groups of rows in the scheme of tiles; return the first row with a scale that is not finite.
+
+        Thread-safe.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.loading.writing.blocks import quantize
+from holdfast.kernels.load.quantize_blocks import quantize_blocks
 from holdfast.loading.writing.codes import pack_int4, pack_nvfp4, second_scale
 from holdfast.loading.writing.rows import RowReader
 from holdfast.loading.writing.written import Plane, WritePlan, Written
@@ -100,7 +100,7 @@ def _encode(written: Written, values_RK: torch.Tensor, second: float) -> tuple[t
         return (values_RK.to(getattr(torch, written.planes[0].dtype)),)
     if written.encoding in NATIVE:
         return (values_RK.to(NATIVE[written.encoding]),)
-    return (quantize(values_RK, written.encoding),)
+    return (quantize_blocks(values_RK, written.encoding),)
 
 
 def _lone_values(written: Written, second: float) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,7 @@
 """float32 values to GGUF blocks, rounded to nearest: Q4_0, Q5_0, Q8_0, Q4_K and Q6_K.
 
 The inverse of loading/gguf/dequantize.py. Q4_0, Q5_0 and Q8_0 equal the `gguf` package's to the bit. Blocks do not depend
-on each other, so results do not depend on how rows are cut into steps.
+on each other, so results do not depend on how rows are cut into steps. C and torch give the same bits.
 
 N blocks, S sub-blocks in a block, E elements in a block or sub-block, T sub-blocks of a step
 """
@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.loading.writing.gguf_plan import TYPES_BY_NAME
+from holdfast.kernels.native_library import native_for
 
+BLOCK_SIZES = {"Q4_0": (32, 18), "Q5_0": (32, 22), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+"""Elements and bytes of a block of each type, in the order of native/quantize_blocks.c."""
 STEP_ELEMENTS = 2**18
 """Elements per step: about 1 MiB for each intermediate tensor, of which the widest step holds a dozen."""
 SUB_ELEMENTS_4, SUB_ELEMENTS_6 = 32, 16
@@ -24,16 +26,32 @@ LEAST_SPREAD = 1e-5
 """Codes that differ less, relative to their squares, are equal up to rounding: they determine no minimum."""
 
 
-def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the blocks of float32 rows as bytes [N, B]; every row has whole blocks."""
-    assert values.dtype == torch.float32, f"{values.dtype=} is not float32"
-    block = TYPES_BY_NAME[kind]
-    values_NE = values.reshape(-1, block.block_elements)
-    blocks = torch.empty(values_NE.shape[0], block.block_bytes, dtype=torch.uint8)
-    step = STEP_ELEMENTS // block.block_elements
+def quantize_blocks(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """Like the reference, in C if there is a compiler."""
+    values = values.contiguous()
+    library = native_for(values)
+    if library is None:
+        return quantize_blocks_reference(values, kind)
+    blocks = _empty_blocks(values, kind)
+    library.holdfast_quantize_blocks(values.data_ptr(), blocks.data_ptr(), list(BLOCK_SIZES).index(kind), len(blocks))
+    return blocks
+
+
+def quantize_blocks_reference(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the blocks of finite float32 rows as bytes [N, B]; every row has whole blocks."""
+    blocks = _empty_blocks(values, kind)
+    block_elements = BLOCK_SIZES[kind][0]
+    values_NE, step = values.reshape(-1, block_elements), STEP_ELEMENTS // block_elements
     for start in range(0, values_NE.shape[0], step):
         _FILLS[kind](values_NE[start : start + step], blocks[start : start + step])
     return blocks
+
+
+def _empty_blocks(values: torch.Tensor, kind: str) -> torch.Tensor:
+    assert values.dtype == torch.float32, f"{values.dtype=} is not float32"
+    block_elements, block_bytes = BLOCK_SIZES[kind]
+    assert values.shape[-1] % block_elements == 0, f"{values.shape=} has rows that no blocks of {block_elements} fill"
+    return torch.empty(values.numel() // block_elements, block_bytes, dtype=torch.uint8)
 
 
 def _halves(values_N: torch.Tensor) -> torch.Tensor:
@@ -105,9 +123,11 @@ def _fit_lines(values_ET: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     For codes of each trial range, scale and minimum are least squares. Large values weigh more: rms + magnitude.
     """
-    low_T, high_T = values_ET.amin(dim=0).clamp_(max=0), values_ET.amax(dim=0).clamp_(min=0)
+    low_T, high_T = values_ET.amin(dim=0), values_ET.amax(dim=0).clamp_(min=0)
+    low_T = torch.where(low_T < 0, low_T, 0.0)  # a zero without sign: the minimum's bits follow from it
     mean_T = _sums(values_ET.square()) / values_ET.shape[0]
-    weights_ET = values_ET.abs() + mean_T.sqrt()
+    # In float64, since torch's float32 root is off by a bit at times.
+    weights_ET = values_ET.abs() + mean_T.double().sqrt().float()
     weighted_ET = weights_ET * values_ET
     sum_w, sum_x = _sums(weights_ET), _sums(weighted_ET)
     above_ET = values_ET - low_T

@@ -5,8 +5,8 @@ import numpy as np
 import torch
 
 from for_each import for_each
+from holdfast.kernels.load.quantize_blocks import STEP_ELEMENTS, quantize_blocks, quantize_blocks_reference
 from holdfast.loading.gguf.dequantize import dequantize
-from holdfast.loading.writing.blocks import STEP_ELEMENTS, quantize
 from holdfast.loading.writing.gguf_plan import TYPES_BY_NAME
 
 KINDS = ("Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
@@ -73,13 +73,29 @@ def decoded(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 def test_quantize_equals_the_package_to_the_bit(kind, case):
     values = rows(case)
     theirs = gguf.quants.quantize(values.numpy(), package_type(kind))
-    np.testing.assert_array_equal(quantize(values, kind).numpy().reshape(theirs.shape), theirs)
+    np.testing.assert_array_equal(quantize_blocks(values, kind).numpy().reshape(theirs.shape), theirs)
+
+
+@for_each("kind", KINDS)
+@for_each("case", [*CASES, "subnormal"])
+def test_quantize_blocks_equals_the_reference_to_the_bit(kind, case, native):
+    """Also a last company of blocks that fills no vector, and zeros of both signs."""
+    values = rows(case)
+    for some in (values, values[:1, :256], values[:, :256].contiguous(), values * -1.0):
+        assert torch.equal(quantize_blocks(some, kind), quantize_blocks_reference(some, kind)), f"{kind} {case}"
+
+
+def test_quantize_blocks_of_many_normal_weights_equal_the_reference(native):
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(512, 2048, generator=generator) * torch.rand(512, 1, generator=generator).pow(8)
+    for kind in KINDS:
+        assert torch.equal(quantize_blocks(values, kind), quantize_blocks_reference(values, kind)), kind
 
 
 @for_each("kind", KINDS)
 @for_each("case", [*CASES, "subnormal"])
 def test_quantize_values_are_finite_and_read_alike(kind, case):
-    assert bool(decoded(quantize(rows(case), kind), kind).isfinite().all())
+    assert bool(decoded(quantize_blocks(rows(case), kind), kind).isfinite().all())
 
 
 WORST = {"Q4_0": 1 / 8, "Q5_0": 1 / 16, "Q8_0": 1 / 250, "Q4_K": 1 / 12, "Q6_K": 1 / 25}
@@ -93,7 +109,7 @@ SUBNORMAL = 3e-5
 def test_quantize_error_is_bounded_by_the_largest_of_a_block(kind, case):
     values = rows(case)
     size = 32 if TYPES_BY_NAME[kind].block_elements == 32 else 256
-    errors = (decoded(quantize(values, kind), kind) - values).view(-1, size).abs().amax(1)
+    errors = (decoded(quantize_blocks(values, kind), kind) - values).view(-1, size).abs().amax(1)
     largest = values.reshape(-1, size).abs().amax(1)
     assert bool((errors <= largest * (WORST[kind] + 1e-3) + SUBNORMAL).all())
 
@@ -131,7 +147,7 @@ def q6_k_fields(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @for_each("case", ["normal", "heavy tails", "far from zero", "an outlier", "one of many"])
 def test_quantize_q4_k_codes_are_the_nearest_for_their_scales(case):
     values = rows(case).numpy().reshape(-1, 8, 32)
-    scales, minima, codes = q4_k_fields(quantize(rows(case), "Q4_K").numpy())
+    scales, minima, codes = q4_k_fields(quantize_blocks(rows(case), "Q4_K").numpy())
     choices = scales[..., None, None] * np.arange(16, dtype=np.float32) - minima[..., None, None]
     errors = np.abs(choices - values[..., None])
     taken = np.take_along_axis(errors, codes[..., None].astype(np.int64), axis=-1)[..., 0]
@@ -141,7 +157,7 @@ def test_quantize_q4_k_codes_are_the_nearest_for_their_scales(case):
 @for_each("case", ["normal", "heavy tails", "far from zero", "an outlier", "one of many"])
 def test_quantize_q6_k_codes_are_the_nearest_for_their_scales(case):
     values = rows(case).numpy().reshape(-1, 16, 16)
-    steps, codes = q6_k_fields(quantize(rows(case), "Q6_K").numpy())
+    steps, codes = q6_k_fields(quantize_blocks(rows(case), "Q6_K").numpy())
     errors = np.abs(steps[..., None, None] * np.arange(-32, 32, dtype=np.float32) - values[..., None])
     taken = np.take_along_axis(errors, (codes[..., None] + 32).astype(np.int64), axis=-1)[..., 0]
     assert (taken <= errors.min(axis=-1) * (1 + 1e-5) + 1e-7).all()
@@ -154,7 +170,7 @@ def test_quantize_q4_k_is_nearer_than_even_steps_between_extremes():
     low, high = subs.amin(1, keepdim=True).clamp(max=0), subs.amax(1, keepdim=True)
     step = (high - low) / 15
     plain = ((subs - low) / step).round() * step + low
-    ours = decoded(quantize(values, "Q4_K"), "Q4_K").view(-1, 32)
+    ours = decoded(quantize_blocks(values, "Q4_K"), "Q4_K").view(-1, 32)
     assert float((ours - subs).norm()) < 0.97 * float((plain - subs).norm())
 
 
@@ -164,7 +180,7 @@ RELATIVE = {"Q4_0": 0.09, "Q5_0": 0.045, "Q8_0": 0.006, "Q4_K": 0.075, "Q6_K": 0
 @for_each("kind, most", RELATIVE.items())
 def test_quantize_normal_weights_lose_as_little_as_measured(kind, most):
     values = rows("normal")
-    error = decoded(quantize(values, kind), kind) - values
+    error = decoded(quantize_blocks(values, kind), kind) - values
     assert 0.8 * most < float(error.norm() / values.norm()) < most
 
 
@@ -173,9 +189,19 @@ def test_quantize_blocks_do_not_depend_on_others(kind):
     """Rows alone and together, over the seams of steps; a single block."""
     num_rows = 2 * STEP_ELEMENTS // WIDTH + 3
     values = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1))
-    together = quantize(values, kind).view(num_rows, -1)
+    together = quantize_blocks(values, kind).view(num_rows, -1)
     for row in (0, 1, STEP_ELEMENTS // WIDTH - 1, STEP_ELEMENTS // WIDTH, num_rows - 1):
-        alone = quantize(values[row : row + 1], kind).view(-1)
+        alone = quantize_blocks(values[row : row + 1], kind).view(-1)
         assert torch.equal(alone, together[row]), row
     size = TYPES_BY_NAME[kind].block_elements
-    assert torch.equal(quantize(values[0, :size], kind)[0], together[0, : TYPES_BY_NAME[kind].block_bytes])
+    assert torch.equal(quantize_blocks(values[0, :size], kind)[0], together[0, : TYPES_BY_NAME[kind].block_bytes])
+
+
+def test_quantize_blocks_of_weights_on_a_grid_equal_the_reference(native):
+    """Weights that were quantized before tie several trial ranges, so a last bit of any sum would choose another one."""
+    generator = torch.Generator().manual_seed(11)
+    codes = torch.randint(0, 16, (4096, 8, 32), generator=generator)
+    scales, minima = (torch.rand(4096, 8, 1, generator=generator).half().float() for _ in range(2))
+    values = (codes * scales - 8 * minima).view(4096, 256)
+    for kind in ("Q4_K", "Q6_K"):
+        assert torch.equal(quantize_blocks(values, kind), quantize_blocks_reference(values, kind)), kind
