@@ -19,6 +19,8 @@ export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# DURATIONS=50 lists the 50 slowest phases of tests.
+SLOWEST := $(if $(DURATIONS),--durations=$(DURATIONS))
 # Tests start hundreds of interpreters, and each would compile the package anew where a shell has this set.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -37,14 +39,14 @@ demo: $(CORE) $(MODEL) ## Set up what the engine needs and let the default model
 	@printf '\n==> holdfast run -p "%s"\n\n' "$$PROMPT"
 	@$(BIN)/holdfast run -p "$$PROMPT" < /dev/null
 
-test: $(DEV) $(MODEL) ## The full check: format, lint, types, tests
+test: $(DEV) $(MODEL) ## The full check: format, lint, types, tests; DURATIONS=50 lists the slowest
 	$(call say,format)
 	@$(BIN)/python -m ruff format --check .
 	$(call say,lint)
 	@$(BIN)/python -m ruff check .
 	$(call say,tests on $(JOBS) processes$(if $(CHROMIUM),,; no Chromium here: those of the web page are skipped (apt-get install chromium)); types beside them)
 	@$(BIN)/python -m pyright --pythonpath $(BIN)/python > $(VENV)/types.log 2>&1 & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(SLOWEST); tests=$$?; \
 	wait $$types; types=$$?; printf '\n==> types\n'; cat $(VENV)/types.log; \
 	if [ $$types -ne 0 ]; then exit $$types; fi; exit $$tests
 
@@ -63,7 +65,7 @@ types: $(DEV) ## Check types
 	@$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 pytest: $(DEV) $(MODEL) ## Run the tests alone
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(SLOWEST)
 
 test-changed: $(DEV) $(MODEL) ## Run the tests of what differs from a commit, in a minute: SINCE=main (default HEAD)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/changed_tests.py --jobs $(JOBS) $(if $(SINCE),--since "$(SINCE)")

@@ -65,7 +65,7 @@ STEPS = (
     LaneStep("8K", 0, 8192),
     LaneStep("2K after 30K", 30720, 2048),
     LaneStep("2K", 0, 2048, has_goal=False),
-    LaneStep("8K after 40K", 40960, 8192, has_goal=False),
+    LaneStep("8K after 120K", 122880, 8192, has_goal=False),
 )
 TINY_STEPS = (LaneStep("40", 0, 40), LaneStep("40 after 80", 80, 40))
 

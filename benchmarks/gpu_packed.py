@@ -6,16 +6,19 @@ microseconds of the packed product, GB/s of its stored bytes and their share of 
 of the reference's values comes before the time, on a part of the columns of outputs; a wrong family is not timed.
 
 A measurement is a CUDA graph of calls over copies of the weight that exceed the L2 cache, normal inputs, random codes.
-Processes of their own compile the kernels before, each a family. `--families q4_k,int4` takes some. Under four minutes.
+Rows of most interest come first and are printed as they are measured: 1, 8, 64, 16 and 8,192 rows of Qwen3-32B, family by
+family, then the rest. So `--families q4_k,awq --budget-seconds 60` has them. Processes of their own compile kernels
+meanwhile, one a product, and launch none. `--families q4_k,int4` takes some. Under four minutes.
 
 On a CPU, to see that it runs (the reference is timed): python benchmarks/gpu_packed.py --tiny --device cpu
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -52,9 +55,10 @@ MODELS = {
     "Qwen3-32B": {"qkv": (10240, 5120), "o": (5120, 8192), "gate-up": (51200, 5120), "down": (5120, 25600)},
     "Llama-70B": {"qkv": (10240, 8192), "o": (8192, 8192), "gate-up": (57344, 8192), "down": (8192, 28672)},
 }
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 8192)
-OTHER_ROWS = (1, 8, 16, 64, 8192)
-"""Rows of families that are not measured in both models."""
+FIRST_ROWS = (1, 8, 64, 16, 8192)
+"""Rows of every family, in order of importance."""
+MORE_ROWS = (2, 4, 32, 128)
+"""Rows of the large families, measured after all others."""
 CACHE_BYTES = 160e6
 """Copies of a weight exceed this together: about three times the L2 cache."""
 GRAPH_SECONDS = 1.5e-3
@@ -62,8 +66,9 @@ NUM_ROUNDS = 5
 MOST_ERROR = 8e-3
 """Relative to the length of the exact result: the rounding of bfloat16 outputs, and of dequantized weights."""
 JUDGED_OUTPUTS = 96
-COMPILE_SECONDS = 150.0
-STEP_SECONDS = 4.0
+COMPILE_SECONDS = 100.0
+"""Longest wait for the kernels of a product."""
+STEP_SECONDS = 2.0
 WANTED_SHARE = 75.0
 """Percent of the read rate that up to 16 rows should reach, in large products of 4.5 bits."""
 
@@ -78,17 +83,35 @@ class Case(NamedTuple):
     num_rows: int
 
 
-def cases(family: str, tiny: bool) -> list[Case]:
-    """List the products of a family."""
+class Group(NamedTuple):
+    """Cases of a family that one process compiles."""
+
+    family: str
+    model: str
+    product: str
+    rows: tuple[int, ...]
+
+    @property
+    def cases(self) -> list[Case]:
+        sizes = (192, 512) if self.model == "tiny" else MODELS[self.model][self.product]
+        return [Case(self.model, self.product, *sizes, num_rows) for num_rows in self.rows]
+
+
+def groups(families: Sequence[str], tiny: bool) -> list[Group]:
+    """List what is measured, the most important first."""
     if tiny:
-        return [Case("tiny", "product", 192, 512, num_rows) for num_rows in (1, 20)]
-    models = MODELS if family in LARGE_FAMILIES else {"Qwen3-32B": MODELS["Qwen3-32B"]}
-    rows = ROWS if family in LARGE_FAMILIES else OTHER_ROWS
-    return [
-        Case(model, name, *sizes, num_rows)
-        for model, products in models.items()
-        for name, sizes in products.items()
-        for num_rows in rows
+        return [Group(family, "tiny", "product", (1, 20)) for family in families]
+    first, *others = MODELS
+    large = [family for family in families if family in LARGE_FAMILIES]
+    found = [Group(family, first, product, FIRST_ROWS) for family in families for product in MODELS[first]]
+    found += [
+        Group(family, model, product, FIRST_ROWS) for family in large for model in others for product in MODELS[model]
+    ]
+    return found + [
+        Group(family, model, product, MORE_ROWS)
+        for family in large
+        for model, products in MODELS.items()
+        for product in products
     ]
 
 
@@ -258,30 +281,58 @@ def run_case(family: str, case: Case, rig: Rig, rate: float, with_peers: bool) -
     return found
 
 
-def compile_family(name: str) -> None:
-    """Run the forms of a family once."""
-    device = torch.device("cuda")
+def compile_group(group: Group) -> None:
+    """Compile the kernels of some cases, of ours and of fp8, and launch none."""
+    from triton.runtime.jit import JITFunction
+
+    run, device = JITFunction.run, torch.device("cuda")
+
+    def compile_alone(self: Any, *given: Any, **named: Any) -> Any:  # noqa: ANN401 as `run`
+        return run(self, *given, **{**named, "warmup": True})
+
+    JITFunction.run = compile_alone  # type: ignore[method-assign]
     rig = Rig(device)
-    widths = {case.size_k for case in cases(name, tiny=False)}
-    for size_k in sorted(widths):
-        for case in cases(name, tiny=False):
-            if case.size_k == size_k:
-                weight = make_weight(FAMILIES[name], case.size_n, size_k, device, 0)
-                x_TK = rig.inputs(case)
-                packed_linear(x_TK, weight, None, x_TK.new_empty(case.num_rows, case.size_n))
-    torch.cuda.synchronize()
+    for case in group.cases:
+        shape = case.size_n, case.size_k
+        planes = [
+            torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=device)
+            for plane in FAMILIES[group.family].shaped(shape)
+        ]
+        weight = PackedWeight(shape, (PackedPart(FAMILIES[group.family], 0, shape, tuple(planes)),))
+        x_TK = rig.inputs(case)
+        packed_linear(x_TK, weight, None, x_TK.new_empty(case.num_rows, case.size_n))
+        fp8_calls(case, device, x_TK, 1)[0]()
 
 
-def compile_families(names: Sequence[str]) -> None:
-    """Compile in a process for each family, all at once."""
-    children = [
-        subprocess.Popen([sys.executable, __file__, "--child", name], stdout=subprocess.DEVNULL) for name in names
-    ]
-    end = time.monotonic() + COMPILE_SECONDS
-    for child in children:
-        try:
-            child.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+class Compilers:
+    """Processes that compile groups ahead of their measurement, one for each core at most."""
+
+    def __init__(self, waiting: Iterable[Group]) -> None:
+        self._waiting = list(waiting)
+        self._running: dict[Group, subprocess.Popen[bytes]] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        busy = sum(child.poll() is None for child in self._running.values())
+        while self._waiting and busy < max(1, (os.cpu_count() or 2) - 1):
+            group = self._waiting.pop(0)
+            words = ":".join((*group[:3], ",".join(map(str, group.rows))))
+            command = [sys.executable, __file__, "--child", words]
+            self._running[group] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            busy += 1
+
+    def wait_for(self, group: Group, most_seconds: float) -> None:
+        """Wait until a group is compiled; what is not compiled by then compiles when it is launched."""
+        end = time.monotonic() + min(most_seconds, COMPILE_SECONDS)
+        while time.monotonic() < end:
+            self._fill()
+            child = self._running.get(group)
+            if child is not None and child.poll() is not None:
+                return
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        for child in self._running.values():
             child.kill()
 
 
@@ -303,6 +354,24 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     return found
 
 
+def tried(family: str, case: Case, rig: Rig, rate: float) -> dict[str, Any]:
+    """Run a case; one that fails hides no other."""
+    try:
+        return run_case(family, case, rig, rate, with_peers=True)
+    except Exception as error:
+        words = f"{type(error).__name__}: {str(error)[:300]}"
+        made = {"measure": f"{family} {case}", "unit": "us", "family": family, **case._asdict(), "failed": words}
+        return {**made, "stored_bytes": 0, "error": float("nan"), "values": {}}
+
+
+def show(row: Mapping[str, Any], budget: Budget) -> None:
+    """Print a case as soon as it is measured."""
+    times = ", ".join(f"{name} {value:.1f}" for name, value in row["values"].items())
+    share = f", {row['percent_of_read_rate']:.0f} % of the read rate" if row["values"] else ""
+    words = f"{times} us{share}" if times else row.get("failed", f"wrong: error {row['error']:.1e}")
+    print(f"[{budget.spent_seconds:.0f} s] {row['measure']}: {words}", flush=True)
+
+
 def write(results: Sequence[Mapping[str, Any]], rate: float, arguments: argparse.Namespace) -> None:
     facts = {"read_bytes_per_second": rate, "verdicts": verdicts(results)}
     record = make_record("gpu-packed", results, "Products by packed weights", "random codes", arguments, facts)
@@ -316,29 +385,28 @@ def main() -> None:
     parser.set_defaults(budget_seconds=235.0)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        compile_family(arguments.child)
+        family, model, product, rows = arguments.child.split(":")
+        compile_group(Group(family, model, product, tuple(int(count) for count in rows.split(","))))
         return
     device, budget = torch.device(arguments.device), Budget(arguments.budget_seconds)
     is_tiny, names = arguments.tiny or device.type != "cuda", arguments.families.split(",")
     torch.manual_seed(0)
-    if device.type == "cuda":
-        compile_families(names)
-        print(f"[{budget.spent_seconds:.0f} s] kernels are compiled", flush=True)
+    wanted = groups(names, is_tiny)
+    compilers = Compilers(wanted if device.type == "cuda" else ())
     rate, rig, results = read_rate(device), Rig(device), []
-    print(f"read rate {rate / 1e9:.0f} GB/s", flush=True)
-    for name in names:
-        for case in cases(name, is_tiny):
-            if budget.left_seconds < STEP_SECONDS:
-                continue
-            try:
-                results.append(run_case(name, case, rig, rate, with_peers=True))
-            except Exception as error:  # one family that does not run hides no other
-                words = f"{type(error).__name__}: {str(error)[:300]}"
-                print(f"failed: {name} {case}: {words}", flush=True)
-                made = {"measure": f"{name} {case}", "unit": "us", "family": name, **case._asdict(), "failed": words}
-                results.append({**made, "stored_bytes": 0, "error": float("nan"), "values": {}})
-        write(results, rate, arguments)
-        print(f"[{budget.spent_seconds:.0f} s] {name}", flush=True)
+    print(f"[{budget.spent_seconds:.0f} s] read rate {rate / 1e9:.0f} GB/s", flush=True)
+    try:
+        for group in wanted:
+            if device.type == "cuda":
+                compilers.wait_for(group, budget.left_seconds - STEP_SECONDS)
+            for case in group.cases:
+                if budget.left_seconds >= STEP_SECONDS:
+                    results.append(tried(group.family, case, rig, rate))
+                    show(results[-1], budget)
+            if results:
+                write(results, rate, arguments)
+    finally:
+        compilers.end()
     lines = [
         (
             row["measure"],

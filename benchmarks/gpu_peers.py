@@ -2,12 +2,15 @@
 
 Each engine runs in a fresh process, one after the other, with dummy weights, the same config.json and the same prompts
 (benchmarks/peer_case.py). A decode rate is the difference of two lengths of greedy output, by the best of two runs, after
-prompts in the prefix cache. A prefill is the time to one token of a long prompt. The GPU must be free again before the
-next engine starts.
+prompts in the prefix cache. A prefill is the time to one token of a long prompt, by one run from 30,000 tokens on. The GPU
+must be free again before the next engine starts.
 
 FOLDER is a folder of site-packages with vLLM, or has such a folder in parts: part-aa, part-ab, ... and first_bytes. The parts
 are two tar.xz archives, one after the other, and first_bytes is the size of the first. Without vLLM, Holdfast is measured
 alone. The record is written after each case, so a run that is cut off leaves what it finished.
+
+--together starts vLLM for all cases at once, which saves most of the time of its starts. Each waits when it is ready, and
+they are measured in turn. Their KV caches are small then, and their memory is not measured.
 """
 
 import argparse
@@ -18,8 +21,10 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +116,8 @@ FRESH = {"weight_cache": "off"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}
 """All of the batches alone: with k8v4 pages vLLM captures its default sizes for minutes."""
 ONE_GRAPH = {"compilation_config": {"cudagraph_capture_sizes": [1]}}
+SMALL_SHARE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 11 * 2**30}
+"""Settings of an engine of vLLM that shares the GPU: it takes what weights and steps need, and this KV cache."""
 YARN: Mapping[str, Any] = {
     "max_position_embeddings": LONG["max_model_len"],
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
@@ -154,8 +161,8 @@ CASES: Mapping[str, PeerCase] = {
     "a3b-fp8": PeerCase("Qwen3-30B-A3B", "fp8", _seconds(65, 130), SMALL | FP8, SPARSE_OURS | FRESH, SPARSE_PEER),
     "v2lite": PeerCase("DeepSeek-V2-Lite", "bfloat16", _seconds(55, 120), SMALL, SPARSE_OURS, SPARSE_PEER),
     "gptoss-20b": PeerCase("gpt-oss-20b", "mxfp4", _seconds(55, 130), SMALL, SPARSE_OURS, SPARSE_PEER),
-    "32b-ttft": _first_tokens("bfloat16, YaRN", _seconds(110, 170), {}),
-    "32b-k8v4-ttft": _first_tokens("k8v4 pages, YaRN", _seconds(110, 200), K8V4),
+    "32b-ttft": _first_tokens("bfloat16, YaRN", _seconds(80, 140), {}),
+    "32b-k8v4-ttft": _first_tokens("k8v4 pages, YaRN", _seconds(80, 170), K8V4),
 }
 
 
@@ -231,7 +238,9 @@ def environment_of(engine: str, site: Path | None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **PEER_ENVIRONMENT}
 
 
-def run_engine(task: Mapping[str, Any], site: Path | None, timeout_seconds: float, show: "Printer") -> dict[str, Any]:
+def run_engine(
+    task: Mapping[str, Any], site: Path | None, timeout_seconds: float, show: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
     """Run a task in its own process; return its findings, with an error of one line if it failed."""
     # With -P the benchmarks' folder comes last, so that no script there hides a package.
     command = ["-P", str(CASE_SCRIPT), json.dumps(task)]
@@ -241,6 +250,41 @@ def run_engine(task: Mapping[str, Any], site: Path | None, timeout_seconds: floa
     if "error" in found:
         found["error"] = " ".join(str(found["error"]).split())[:NUM_ERROR_CHARACTERS]
     return found
+
+
+class Turns:
+    """Lets engines that are ready measure one at a time, after all are ready or have failed.
+
+    A process of an engine waits for its gate, which is a file.
+    """
+
+    def __init__(self, gates: Mapping[str, Path]) -> None:
+        self._gates = gates
+        self._lock = threading.Lock()
+        self._starting = set(gates)
+        self._waiting: list[str] = []
+        self._active: str | None = None
+
+    def ready(self, key: str) -> None:
+        """Note that an engine waits for its turn; again has no effect."""
+        with self._lock:
+            if key in self._starting:
+                self._starting.remove(key)
+                self._waiting.append(key)
+            self._open_next()
+
+    def done(self, key: str) -> None:
+        """Note that an engine has ended, measured or not."""
+        with self._lock:
+            self._starting.discard(key)
+            self._active = None if self._active == key else self._active
+            self._waiting = [other for other in self._waiting if other != key]
+            self._open_next()
+
+    def _open_next(self) -> None:
+        if not self._starting and self._active is None and self._waiting:
+            self._active = self._waiting.pop(0)
+            self._gates[self._active].touch()
 
 
 def wait_until_free(empty_bytes: int | None, seconds: float = FREE_SECONDS) -> str | None:
@@ -360,6 +404,11 @@ class Run(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         return [row for key, found in self.findings.items() for row in rows_of(self.cases[key], found)]
 
+    @property
+    def shared_settings(self) -> Mapping[str, Any]:
+        """Settings that each engine of the peer has because it shares the GPU."""
+        return SMALL_SHARE if self.arguments.together else {}
+
     def record(self) -> dict[str, object]:
         """Build the record of all cases until now."""
         named = self.findings.items()
@@ -377,7 +426,9 @@ class Run(NamedTuple):
                 if "error" in found
             },
             "findings": self.findings,
-            "settings_of_peer": {key: self.cases[key].settings(PEER) for key in self.findings},
+            "settings_of_peer": {
+                key: {**self.cases[key].settings(PEER), **self.shared_settings} for key in self.findings
+            },
             "environment_of_peer": PEER_ENVIRONMENT,
             "engine_settings": {
                 key: {
@@ -405,6 +456,35 @@ def measure(run: Run, key: str, engine: str, budget: Budget, empty_bytes: int | 
         return run_engine(task, run.site, limit_seconds, printer(key, engine, case))
 
 
+def measure_peers_together(run: Run, budget: Budget) -> dict[str, dict[str, Any]]:
+    """Start the peer's engines of all cases at once, and measure them in turn; return the findings by case."""
+    expected = sum(case.seconds[PEER] for case in run.cases.values())
+    if (error := no_time(run, max(case.seconds[PEER] for case in run.cases.values()), budget)) is not None:
+        return {key: {"error": error} for key in run.cases}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(run.cases)) as pool:
+        folder = Path(name)
+        turns = Turns({key: folder / f"{key}.gate" for key in run.cases})
+
+        def run_one(key: str) -> dict[str, Any]:
+            case = run.cases[key]._replace(peer={**run.cases[key].peer, **run.shared_settings})
+            show = printer(key, PEER, case)
+
+            def on_keep(found: Mapping[str, Any]) -> None:
+                show(found)
+                turns.ready(key)
+
+            task = task_of(case, PEER, folder / key, run.shape, run.arguments.device)
+            task |= {"gate": str(folder / f"{key}.gate"), "before_bytes": None}
+            try:
+                found = run_engine(task, run.site, min(budget.left_seconds, MAX_OVERRUN * expected), on_keep)
+                found["start_beside_others_seconds"] = found.pop("start_seconds", None)
+                return found
+            finally:
+                turns.done(key)
+
+        return dict(zip(run.cases, pool.map(run_one, run.cases), strict=True))
+
+
 def no_time(run: Run, expected_seconds: float, budget: Budget) -> str | None:
     """Return an error of one line if so many seconds are not left."""
     if run.arguments.tiny or budget.left_seconds >= expected_seconds:
@@ -415,16 +495,20 @@ def no_time(run: Run, expected_seconds: float, budget: Budget) -> str | None:
 def measure_all(run: Run, budget: Budget) -> None:
     """Measure the cases in turn, and write the record after each; a case begins only if all of its engines fit the time."""
     empty_bytes = used_bytes() if run.arguments.device.startswith("cuda") else None
+    is_together = run.arguments.together and PEER in run.engines
+    peers = measure_peers_together(run, budget) if is_together else {}
+    engines = [engine for engine in run.engines if not (is_together and engine == PEER)]
     for key, case in run.cases.items():
         for length in case.first_token_lengths:
             if not case.does_fit(length):
                 print(f"{key}: no first token after {length} tokens: the context has {case.shared['max_model_len']}")
-        found = run.findings[key] = {}
-        error = no_time(run, sum(case.seconds[engine] for engine in run.engines), budget)
-        for engine in run.engines:
+        found = run.findings[key] = {PEER: peers[key]} if key in peers else {}
+        error = no_time(run, sum(case.seconds[engine] for engine in engines), budget)
+        for engine in engines:
             found[engine] = measure(run, key, engine, budget, empty_bytes) if error is None else {"error": error}
-            if "error" in found[engine]:
-                print(f"{key}, {engine}: {found[engine]['error']}", flush=True)
+        for engine, findings in found.items():
+            if "error" in findings:
+                print(f"{key}, {engine}: {findings['error']}", flush=True)
         if run.rows:
             write_record(run.record(), record_label(run.cases), run.arguments)
 
@@ -438,6 +522,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = options("Holdfast and vLLM in one run on one GPU")
     parser.add_argument("--cases", default=",".join(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument("--peer", type=Path, default=None, help="folder of site-packages with vLLM, or of its parts")
+    parser.add_argument("--together", action="store_true", help="start vLLM for all cases at once; measure in turn")
     parser.add_argument("--only", choices=ENGINES, default=None, help="measure one of the engines")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases.split(",")) - CASES.keys():

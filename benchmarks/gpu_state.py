@@ -5,6 +5,8 @@ Correctness comes first: a mixed step against the references in float32, and bit
 over several layers, each with its own states, so that the L2 cache is cold; the median of some replays counts. The roof of a decode
 step is its states, read and written once, at the rate of a copy. That of a prompt is its products, counted once, at the rate of dense ones.
 
+With --peer FOLDER the kernels of flash-linear-attention run in between, over the same inputs (state_peer.py).
+
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_state.py --tiny --device cpu
 
 T rows, H value heads, C channels, K, V elements of keys and values, P places, W taps
@@ -12,12 +14,14 @@ T rows, H value heads, C channels, K, V elements of keys and values, P places, W
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from gpu_attention import seconds_per_call
 from gpu_latent_attention import FLOPS_PER_SECOND
 from gpu_records import Budget, make_record, options, print_table, write_record
+from state_peer import Peer, compiled_at_once, load_peer
 
 from holdfast.kernels.state.causal_conv import causal_conv_reference, causal_conv_triton
 from holdfast.kernels.state.delta_chunks import delta_chunks_reference, delta_chunks_triton
@@ -204,8 +208,10 @@ def check(layer: Layer, shape: Shape, dtype: str, device: torch.device) -> dict[
 
 
 @torch.inference_mode()
-def measure(layer: Layer, pieces: Sequence[tuple[int, int]], dtype: str, device: torch.device) -> dict[str, float]:
-    """Return microseconds of each operation of a step, by layer."""
+def measure(
+    layer: Layer, pieces: Sequence[tuple[int, int]], dtype: str, device: torch.device, peer: Peer | None
+) -> dict[str, dict[str, float]]:
+    """Return microseconds of each operation of a step, by layer, and those of the peer's."""
     num_layers = min(MAX_LAYERS, max(2, round(ROTATED_BYTES / (layer.state_bytes * len(pieces)))))
     rig = Rig(layer, pieces, num_layers if device.type == "cuda" else 1, dtype, device)
     is_decode = rig.rows.sequences_N4 is None
@@ -222,28 +228,61 @@ def measure(layer: Layer, pieces: Sequence[tuple[int, int]], dtype: str, device:
     for name, verb in {**verbs, "all": all_of}.items():
         calls = [lambda number=number, verb=verb: verb(number) for number in layers]
         found[name] = round(seconds_per_call(calls, device) * 1e6, 2)
-    return found
+    return {"values": found} | ({} if peer is None else measure_peer(rig, peer, is_decode, device))
 
 
-def rows_of_decode(layer: Layer, num_seqs: int, shape: Shape, device: torch.device) -> dict[str, Any]:
-    values = measure(layer, [(1000, 1)] * num_seqs, shape.dtype, device)
+def measure_peer(rig: Rig, peer: Peer, decode: bool, device: torch.device) -> dict[str, dict[str, float]]:
+    """Return the peer's microseconds, and by how much its outputs and states differ from ours."""
+    rig.convolve(0)
+    verbs = peer.calls(rig.inputs(), rig.x_TC, rig.weight_CW, rig.state_LPHKV, decode)
+    number = len(rig.state_LPHKV) - 1
+    name = "step" if decode else "chunks"
+    with compiled_at_once():
+        found_out, found_state = (x.float() for x in verbs[name](number))
+        (rig.step if decode else rig.advance)(number)
+        wanted = {"output": (found_out, rig.out_THV), "state": (found_state, rig.state_LPHKV[number])}
+        differences = {
+            name: round(relative_error(found.reshape(ours.shape), ours.cpu()), 6)
+            for name, (found, ours) in wanted.items()
+        }
+        found = {
+            name: round(
+                1e6
+                * seconds_per_call(
+                    [lambda layer=layer, verb=verb: verb(layer) for layer in range(len(rig.state_LPHKV))], device
+                ),
+                2,
+            )
+            for name, verb in verbs.items()
+        }
+    return {"flash-linear-attention": found, "flash-linear-attention differs by": differences}
+
+
+def rows_of_decode(
+    layer: Layer, num_seqs: int, shape: Shape, device: torch.device, peer: Peer | None
+) -> dict[str, Any]:
+    measured = measure(layer, [(1000, 1)] * num_seqs, shape.dtype, device, peer)
+    values = measured["values"]
     roof = 2.0 * num_seqs * layer.state_bytes / COPY_BYTES_PER_SECOND
     return {
         "measure": f"{layer.name}, decode of {num_seqs}",
         "unit": "us",
-        "values": values,
+        **measured,
         "step_percent_of_roof": round(100 * roof / (values["step"] * 1e-6), 1),
         "percent_of_roof": round(100 * roof / (values["all"] * 1e-6), 1),
     }
 
 
-def rows_of_prefill(layer: Layer, num_tokens: int, shape: Shape, device: torch.device) -> dict[str, Any]:
-    values = measure(layer, [(0, num_tokens)], shape.dtype, device)
+def rows_of_prefill(
+    layer: Layer, num_tokens: int, shape: Shape, device: torch.device, peer: Peer | None
+) -> dict[str, Any]:
+    measured = measure(layer, [(0, num_tokens)], shape.dtype, device, peer)
+    values = measured["values"]
     roof = layer.chunk_flops * num_tokens / CHUNK_ROWS / FLOPS_PER_SECOND
     return {
         "measure": f"{layer.name}, prompt of {num_tokens}",
         "unit": "us",
-        "values": values,
+        **measured,
         "chunks_percent_of_roof": round(100 * roof / (values["chunks"] * 1e-6), 1),
         "percent_of_roof": round(100 * roof / (values["all"] * 1e-6), 1),
     }
@@ -252,10 +291,11 @@ def rows_of_prefill(layer: Layer, num_tokens: int, shape: Shape, device: torch.d
 def main() -> None:
     """Check, measure, print."""
     parser = options("Layers of gated delta nets")
+    parser.add_argument("--peer", type=Path, default=None, help="folder of packages with fla")
     parser.set_defaults(budget_seconds=85.0)
     arguments = parser.parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
-    budget = Budget(arguments.budget_seconds)
+    budget, peer = Budget(arguments.budget_seconds), load_peer(arguments.peer)
     checks = {
         f"{layer.name}, {dtype}": check(layer, shape, dtype, device)
         for layer in shape.layers
@@ -269,7 +309,7 @@ def main() -> None:
             if budget.left_seconds < 5:
                 print(f"left out: {layer.name}, {size}: no time")
                 continue
-            results.append(make(layer, size, shape, device))
+            results.append(make(layer, size, shape, device, peer))
             print(results[-1], flush=True)
     is_right = all(
         found["is_same"] == 1
@@ -279,6 +319,7 @@ def main() -> None:
     )
     facts = {"check": {"errors": checks, "is_right": is_right}, "copy_bytes_per_second": COPY_BYTES_PER_SECOND}
     facts["flops_per_second"] = FLOPS_PER_SECOND
+    facts["peer"] = None if peer is None else f"flash-linear-attention {peer.version}"
     record = make_record("gpu-state", results, "gated delta nets", "random inputs", arguments, facts)
     print_table(
         "Layers of gated delta nets",

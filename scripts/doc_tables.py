@@ -199,6 +199,16 @@ def _violations(result: Result) -> object:
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
 
+def _times(result: Result) -> str:
+    """Return the microseconds of all columns."""
+    return ", ".join(f"{name} {value}" for name, value in result["microseconds"].items())
+
+
+def _first_rate(result: Result) -> object:
+    """Return the rate of the first column, which is in use."""
+    return next(iter(result["values"].values()), None)
+
+
 def _held_pages(phase: str) -> Callable[[Mapping[str, Any]], str]:
     """Return the most pages of a sequence in each cache group, with its bound."""
 
@@ -448,6 +458,29 @@ SECTIONS: Mapping[str, Columns] = {
         "torch flash": _value("values", "torch flash"),
         "FlashAttention-3": _value("values", "FA3"),
         "FlashAttention-3, pages": _value("values", "FA3, pages"),
+    },
+    "gpu-prefill-products": {
+        "": _value("measure"),
+        "us, in use and others": _times,
+        "rate": _first_rate,
+        "unit": _value("unit"),
+        "wanted": _value("wanted"),
+    },
+    "gpu-lane-attention": {
+        "": _value("measure"),
+        "plain pages, ms": _value("values", "plain"),
+        "through the lane": _value("values", "lane"),
+        "over codes": _value("values", "codes"),
+        "plain / lane": _value("against_plain"),
+    },
+    "gpu-state": {
+        "": _value("measure"),
+        "convolution, us": _value("values", "convolution"),
+        "recurrence, us": _value("values", "step"),
+        "chunks, us": _value("values", "chunks"),
+        "norm, us": _value("values", "norm"),
+        "all, us": _value("values", "all"),
+        "% of the roof": _value("percent_of_roof"),
     },
     "gpu-quantized-attention": {
         "": _value("measure"),

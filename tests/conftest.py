@@ -53,8 +53,8 @@ PACKAGES = (
 """Optional packages: if one is missing, the tests that import it are skipped with a reason."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
 """Environment variable of the process that runs one test marked own_process."""
-FROZEN = pytest.StashKey[int]()
-"""Session key: number of imported modules when `gc.freeze` last ran."""
+FROZEN = pytest.StashKey[tuple[Path, int]]()
+"""Session key: the test file and the number of imported modules when `gc.freeze` last ran."""
 FAULT = pytest.StashKey[str]()
 """Session key: the test that broke CUDA in this process, and CUDA's message."""
 
@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze collected tests and their imports: the garbage collector need not visit them."""
-    freeze_imports(session, least=0)
+    freeze(session, Path())
     # Reference counting frees most objects of a test before this threshold.
     gc.set_threshold(5_000, 20, 20)
     gc.enable()
@@ -144,15 +144,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     quicken_interpreter()
     bound_pointers()
-    freeze_imports(item.session, least=30)
+    path, num_modules = item.session.stash.get(FROZEN, (Path(), 0))
+    if item.path != path or len(sys.modules) >= num_modules + 30:
+        freeze(item.session, item.path)
 
 
-def freeze_imports(session: pytest.Session, least: int) -> None:
-    """Freeze modules that tests import later. Closing an engine runs the garbage collector, which would visit them."""
-    if len(sys.modules) >= session.stash.get(FROZEN, 0) + least:
-        session.stash[FROZEN] = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+def freeze(session: pytest.Session, path: Path) -> None:
+    """Freeze imports and what earlier test files cached. Closing an engine runs the garbage collector, which would visit them."""
+    session.stash[FROZEN] = path, len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -6,6 +6,7 @@ A test marked each_value or each_pair has all of its cases in `make test-slow` a
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations
 from typing import Any
 
@@ -26,12 +27,18 @@ def choose(cases: Sequence[Case], strength: int = 1) -> list[int]:
     missing, paired, chosen = frozenset[object]().union(*kinds), set[object](), list[int]()
     taken: Counter[object] = Counter()
 
-    def worth(place: int) -> tuple[int, ...]:
+    def cost(place: int) -> tuple[int, ...]:
         num_before = sum(taken[value] for value in cases[place].items())
-        return len(kinds[place] & missing), len(pairs[place] - paired), -num_before, -place
+        return -len(kinds[place] & missing), -len(pairs[place] - paired), num_before, place
 
+    # A cost only grows, so the least one that is still true is the least of all.
+    costs = [cost(place) for place in range(len(cases))]
+    heapify(costs)
     while missing:
-        place = max(range(len(cases)), key=worth)
+        place = costs[0][-1]
+        if (now := cost(place)) != costs[0]:
+            heapreplace(costs, now)
+            continue
         chosen.append(place)
         taken.update(cases[place].items())
         missing -= kinds[place]

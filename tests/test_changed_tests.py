@@ -49,3 +49,12 @@ def test_importers_through_a_helper_reach_the_test() -> None:
     assert TESTS / "test_errors.py" in changed_tests.importers()[helper]
     assert TESTS / "test_errors.py" in changed_tests.importers()[SOURCE / "holdfast" / "errors.py"]
     assert all(isinstance(path, Path) for path in changed_tests.importers()[helper])
+
+
+def test_imports_of_a_file_are_those_of_its_statements(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        "import a.b as c, d\nif d:\n    from e.f import g, h as i  # j\nfrom k import (\n    l,  # m\n    n,\n)\n"
+    )
+    wanted = {"a.b", "d", "e.f", "e.f.g", "e.f.h", "k", "k.l", "k.n"}
+    assert changed_tests.imports_of(file) == wanted

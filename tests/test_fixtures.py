@@ -1,6 +1,9 @@
 """The fixtures themselves: a guard that cannot bark protects nothing."""
 
+import gc
 from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +98,20 @@ def test_each_value_marker_keeps_few_quick_cases(device, one: int, two: int, oth
     quick = [item for item in own if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
     assert len(quick) <= (3 if device.type == "cpu" else 6)
     assert case_of(request.node).keys() == {("one", "two"), ("other",)}
+
+
+def is_visited(value: object) -> bool:
+    return any(one is value for one in gc.get_objects())
+
+
+def test_new_test_file_hides_from_the_collector_what_earlier_ones_cached(
+    root: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each engine that closes runs the collector, which took half a second in the middle of a run."""
+    conftest = request.config.pluginmanager.get_plugin(str(root / "tests" / "conftest.py"))
+    assert conftest is not None
+    cached = [[0]]
+    conftest.pytest_runtest_setup(SimpleNamespace(session=request.session, path=request.path))
+    assert is_visited(cached)
+    conftest.pytest_runtest_setup(SimpleNamespace(session=request.session, path=Path("test_other.py")))
+    assert not is_visited(cached)

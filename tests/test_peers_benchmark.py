@@ -74,7 +74,7 @@ CASE = gpu_peers.PeerCase(
 
 
 def settings(out: Path, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"device": "cpu", "commit": "abc", "out": out, "tiny": True, **changes})
+    return SimpleNamespace(**{"device": "cpu", "commit": "abc", "out": out, "tiny": True, "together": False, **changes})
 
 
 def make_run(out: Path, engines: tuple[str, ...] = (OURS, PEER), site: Path | None = None, **changes: Any) -> Any:
@@ -251,6 +251,36 @@ def test_peer_process_runs_imitation_to_the_end(tmp_path: Path, capsys) -> None:
     assert [entry["batch"] for entry in found["decode"]] == [1, 3]
     assert [(entry["tokens"], len(entry["seconds"])) for entry in found["prefill"]] == [(40, 1), (16, 1), (100, 1)]
     assert "32b-bf16, vllm: prefill of 40 tokens: " in capsys.readouterr().out
+
+
+def test_peers_together_measure_in_turn(tmp_path: Path, capsys) -> None:
+    """Two imitations append their name to a log before and after each work; the log shows that they do not overlap."""
+    log = tmp_path / "log"
+    work = (
+        "import time; name = str(os.getpid()); out = open('LOG', 'a'); print('in', name, file=out, flush=True); "
+        "time.sleep(0.02); print('out', name, file=out, flush=True)"
+    )
+    site = fake_site(tmp_path / "site", work.replace("LOG", str(log)))
+    case = gpu_peers.tiny_case(CASE)
+    run = make_run(tmp_path, (PEER,), site, together=True)._replace(cases={"a": case, "b": case, "c": case})
+    found = gpu_peers.measure_peers_together(run, gpu_records.Budget(100))
+    assert all("error" not in findings and findings["decode"] for findings in found.values()), found
+    names = [line.split() for line in log.read_text().splitlines()]
+    assert [word for word, _ in names] == ["in", "out"] * (len(names) // 2)
+    turns = [name for index, (_, name) in enumerate(names) if index == 0 or names[index - 1][1] != name]
+    assert len(turns) == len(set(turns)) == 3
+
+
+def test_turns_failed_engine_does_not_hold_others(tmp_path: Path) -> None:
+    turns = gpu_peers.Turns({name: tmp_path / name for name in "abc"})
+    turns.ready("b")
+    turns.ready("a")
+    assert not any((tmp_path / name).exists() for name in "abc")
+    turns.done("c")
+    assert [name for name in "abc" if (tmp_path / name).exists()] == ["b"]
+    turns.ready("b")
+    turns.done("b")
+    assert [name for name in "abc" if (tmp_path / name).exists()] == ["a", "b"]
 
 
 def test_peer_process_that_fails_leaves_one_line(tmp_path: Path, capsys) -> None:

@@ -247,7 +247,7 @@ class EngineConfig:
     """Weights that stay as they are: globs over their names, or regular expressions after "re:", separated by commas."""
     packed_weights: Annotated[str | None, OneOf(PACKED_WEIGHTS)] = None
     """Weights that the checkpoint packs (GGUF blocks, AWQ, GPTQ, compressed-tensors, NVFP4): as_stored keeps them so in memory,
-    expanded holds them in dtype. None: as_stored if the device has a kernel that has run on it."""
+    expanded holds them in dtype. None: as_stored if the device has a kernel for them."""
     packed_activations: Annotated[str, OneOf(PACKED_ACTIVATIONS)] = "auto"
     """Inputs of products with packed weights: full (dtype), or int8 (8-bit codes, if a kernel takes them); auto: int8 for GGUF on a
     CPU unless dtype is given, else full."""
@@ -258,7 +258,7 @@ class EngineConfig:
     weight_cache: Annotated[str, OneOf(WEIGHT_CACHES)] = "auto"
     """Quantized weights of earlier starts: auto uses them if possible, on requires them, off neither reads nor writes them."""
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
-    """auto, safetensors, gguf, or dummy (random weights from config.json alone)."""
+    """auto, safetensors, gguf, or dummy (random weights from config.json alone, or of a well-known model by name)."""
     max_model_len: Annotated[int | None, _COUNT] = None
     """Longest prompt and output together; None: the model's own, or what fits."""
     max_num_seqs: Annotated[int | None, _COUNT] = None

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "page_tokens": 16,
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LENGTHS = (1, 30, 64, 65, 129, 190)
 
 
@@ -86,9 +87,8 @@ def test_tokens_do_not_depend_on_settings(options: dict[str, Any]) -> None:
 
 def test_forks_continue_the_state_of_their_prompt() -> None:
     """Greedy answers of one prompt are alike, whether they fork, find its pages, or compute it."""
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, n=3)
     with opened() as llm:
-        found = tokens(llm, prompts(), params)
+        found = tokens(llm, prompts(), replace(GREEDY, n=3))
     assert found == [answer for answer in alone("3.5") for _ in range(3)]
 
 
@@ -118,14 +118,14 @@ def test_prefixes_are_found_where_a_snapshot_was_taken() -> None:
 def test_quantized_projections_run(scheme: str) -> None:
     """Convolutions, gates and norms stay plain; tokens do not depend on company."""
     with opened("next", quantization=scheme) as llm:
-        together = tokens(llm, prompts())
+        together = tokens(llm, prompts()[1::2])
     with opened("next", quantization=scheme, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        assert [tokens(llm, [prompt])[0] for prompt in prompts()] == together
+        assert [tokens(llm, [prompt])[0] for prompt in prompts()[1::2]] == together
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "turboquant_k8v4", "turboquant_3bit_nc"])
 def test_quantized_pages_run(kv_cache_dtype: str) -> None:
     with opened(kv_cache_dtype=kv_cache_dtype, page_tokens=None) as llm:
-        together = tokens(llm, prompts())
+        together = tokens(llm, prompts()[1::2])
     with opened(kv_cache_dtype=kv_cache_dtype, page_tokens=None, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        assert [tokens(llm, [prompt])[0] for prompt in prompts()] == together
+        assert [tokens(llm, [prompt])[0] for prompt in prompts()[1::2]] == together

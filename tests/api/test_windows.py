@@ -75,6 +75,7 @@ def test_llm_windows_prefix_hits_and_misses_match(case: Case) -> None:
     assert num_hits >= 1, "nothing was found again"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_llm_windows_preempted_sequences_match(
     case: Case, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool

@@ -12,11 +12,12 @@ from cli.cli_models import Ended, Here, refuse
 from holdfast.cli import bench_fill
 from holdfast.cli.fill_ladder import PROMPT, TRACE, TWO_TRACES, Ladder
 from holdfast.cli.terminal import INTERRUPTED
+from holdfast.loading import named_dummy
 from holdfast.runner.runner import Runner
 from runner.gpu_traffic import write_model
 
 FAMILIES = ("qwen3", "windows", "gpt_oss", "gemma3", "latent", "sparse", "compressed_small")
-DECLARED = 400
+DECLARED = 240
 QUICK = ("--max-model-len", DECLARED, "--answer-tokens", 3, "--turns", 4)
 DUMMY = ("--load-format", "dummy", "--tokenizer", "none", "--memory-limit", "6GiB", "--kv-cache-memory", "48MiB")
 SHORT = {"sparse": 120, "compressed_small": 200}
@@ -57,6 +58,33 @@ def assert_filled(
     assert {rung["allocations"] for rung in record["rungs"]} == {0}
     assert {rung["compilations"] for rung in record["rungs"]} == {0}
     assert all(rung["tokens_per_s"] > 0 and rung["free_bytes"] > 0 for rung in record["rungs"])
+
+
+PACKED = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 259,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 512,
+}
+
+
+def test_bench_fill_release_by_name_needs_no_file(fill: Filling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dummy blocks of a Q4_K_M, whose output projections take value heads in turn."""
+    monkeypatch.setattr(named_dummy, "is_known", lambda name: True)
+    monkeypatch.setattr(named_dummy, "find_model", lambda name: ("Tiny-1B", PACKED))
+    ended, record = fill(Path("owner/Tiny-1B:Q4_K_M"), *DUMMY, "--device", "cpu", "--max-model-len", 200)
+    assert_filled(ended, record, declared=200)
+    assert "Tiny-1B:Q4_K_M" in ended.out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,7 +134,7 @@ def write_states(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("snapshots", ["0", "1", "4"])
+@pytest.mark.parametrize("snapshots", ["0", pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_bench_fill_states_reach_last_token(fill: Filling, tmp_path: Path, snapshots: str) -> None:
     """A hit needs a snapshot; without one every turn computes its whole prompt."""
     options = (*DUMMY, "--device", "cpu", "--state-snapshots", snapshots)

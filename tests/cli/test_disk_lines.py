@@ -16,20 +16,23 @@ def test_plan_gguf_shows_disk_size_in_text_json_and_page(here: Here, tmp_path: P
     assert ended.code == 0, ended
     lines = ended.out.splitlines()
     place = lines.index(DISK)
-    assert lines[place + 1] == "in memory  256.57 MiB: blocks are expanded to bfloat16 as they load"
-    assert lines[place + 2] == "           --quantization int8 would hold 129.11 MiB"
+    assert lines[place + 1] == "in memory  92.04 MiB: 121 of 121 packed weights stay as stored"
     words = [part.text for part in read_page(page.read_text(encoding="utf-8")).all("p")]
     assert "on disk 93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0" in words
     found = json.loads(here("plan", "--gpu", "h200", "--json").out)["weights_on_disk"]
-    assert (found["disk_bytes"], found["num_files"], found["memory_bytes"]) == (98_362_432, 1, 269_037_824)
+    assert (found["disk_bytes"], found["num_files"], found["memory_bytes"]) == (98_362_432, 1, 96_514_304)
     assert found["types"]["Q4_1"]["tensors"] == 210
+    expanded_text = here("plan", "--gpu", "h200", "--packed-weights", "expanded").out
+    assert "in memory  256.57 MiB: blocks are expanded to bfloat16 as they load" in expanded_text
+    assert "           --quantization int8 would hold 129.11 MiB" in expanded_text
+    found = json.loads(here("plan", "--gpu", "h200", "--packed-weights", "expanded", "--json").out)["weights_on_disk"]
     assert found["less_with"] == {"int8": 135_376_640}
 
 
 def test_plan_gguf_nvfp4_counts_factors_on_disk_and_expanded_values_in_memory(here: Here, tmp_path: Path) -> None:
     path, tensors = tmp_path / "blocks.gguf", model_tensors("NVFP4")
     write_tensors(path, tensors)
-    ended = here("plan", path, "--gpu", "h200", "--json")
+    ended = here("plan", path, "--gpu", "h200", "--packed-weights", "expanded", "--json")
     assert ended.code == 0, ended
     found = json.loads(ended.out)["weights_on_disk"]
     blocks = [stored.raw.nbytes for stored in tensors.values() if stored.kind == "NVFP4"]

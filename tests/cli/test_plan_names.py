@@ -75,9 +75,9 @@ def test_sizes_are_those_of_all_layers(name: str, rows: tuple[ModelRow, ...]) ->
 
 
 def test_plan_ambiguous_name_prints_assumption(here: Here) -> None:
-    out = here("plan", "Qwen/Qwen3-8B-AWQ", "--gpu", "a100").out
+    out = here("plan", "Qwen/Qwen3-8B-FP8", "--gpu", "a100").out
     assert "--gpu 'a100' is taken as a100-80g, with 80 GB; there is a100-40g too" in " ".join(out.split())
-    assert "Qwen3-8B is planned with weights in bfloat16, not AWQ: add --quantization mxfp4" in " ".join(out.split())
+    assert "Qwen3-8B is planned with weights in bfloat16, not FP8: add --quantization fp8" in " ".join(out.split())
     plain = here("plan", "Qwen3-8B", "--gpu", "4090").out
     assert "is taken as" not in plain
     assert "is planned with" not in plain
@@ -90,7 +90,7 @@ def test_plan_ambiguous_name_prints_assumption(here: Here) -> None:
         (("Qwen/Qwen3-8B:FOO",), "tag FOO was not checked"),
         (("Qwen/Qwen3-8B@v9",), "revision v9 was not checked"),
         (("Qwen3-8B", "--revision", "v9"), "revision v9 was not checked"),
-        (("Qwen/Qwen3-8B-GGUF:Q4_K_M", "--revision", "v9"), "tag Q4_K_M and revision v9 were not checked"),
+        (("Qwen/Qwen3-8B-GGUF:Q4_K_ZZ", "--revision", "v9"), "tag Q4_K_ZZ and revision v9 were not checked"),
         (("Qwen/Qwen3-8B-GGUF/q.gguf",), "file q.gguf was not checked"),
     ],
 )
@@ -103,6 +103,29 @@ def test_tag_or_revision_that_was_not_checked_has_a_note(
         assert words in " ".join(here("plan", *typed, "--gpu", "4090").out.split())
     (note,) = json.loads(here("plan", *typed, "--gpu", "4090", "--json").out)["notes"]
     assert note.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("typed", "start", "words"),
+    [
+        (
+            "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+            "",
+            "Q4_K_M, as llama.cpp mixes it, from the catalogue's figures; tag Q4_K_M was not",
+        ),
+        ("Qwen/Qwen3-8B-AWQ", "", "AWQ, with the usual settings, from the catalogue's figures: pass the file"),
+        ("qwen3-8b:q8_0", "path/to/Qwen3-8B-Q8_0", "Q8_0, as llama.cpp mixes it, from the catalogue's figures: pass"),
+    ],
+)
+def test_plan_release_by_name_is_packed_and_keeps_its_name(here: Here, typed: str, start: str, words: str) -> None:
+    """The printed command opens what was planned, not the plain model."""
+    options = ("--gpu", "4090", "--packed-weights", "as_stored", "--json")
+    record = json.loads(here("plan", typed, *options).out)
+    assert any(f"planned with weights in {words}" in note for note in record["notes"]), record["notes"]
+    assert record["best_command"].startswith(f"holdfast serve {start or typed} ")
+    assert ": weights in " + words.partition(",")[0] in " ".join(here("plan", typed, *options[:-1]).out.split())
+    weights = sum(term["bytes"] for term in record["terms"] if term["owner"].startswith("weights"))
+    assert weights < 10e9
 
 
 def test_plan_cached_revision_has_no_note(here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

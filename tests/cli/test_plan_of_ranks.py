@@ -75,7 +75,7 @@ def test_exact_ranks_of_v4_are_planned_without_batch_invariant(here: Here) -> No
     assert "--batch-invariant" not in found["command"]
 
 
-@pytest.mark.parametrize("num_stages", [22, 43])
+@pytest.mark.parametrize("num_stages", [pytest.param(22, marks=pytest.mark.slow), 43])
 def test_plan_stages_without_entries_have_numbers(here: Here, num_stages: int) -> None:
     """Some stages of V4-Flash have layers with a window alone, also the one with the fewest pages."""
     found = record(here, f"DeepSeek-V4-Flash --gpu h200 --pipeline-parallel-size {num_stages}")

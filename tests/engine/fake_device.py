@@ -35,6 +35,8 @@ class Held:
     num_coming: int = 0
     num_late: int = 0
     """Launched parts that run at their collect."""
+    num_accepted: int = 0
+    """Draft tokens of its last step that a state outside the pages lacks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +49,8 @@ class Launched:
     tokens: list[int | None]
     """Tokens of its positions; None if coming at the launch."""
     tables: list[list[int]]
+    num_accepted: int = 0
+    """Draft tokens before it that the state lacks."""
     chosen: tuple[int, ...] | None = None
     """Once it has run ..."""
     values: list[int] = field(default_factory=list)
@@ -167,6 +171,7 @@ class FakeDevice:
             held.num_computed = item.start + item.num_new_tokens - num_rejected
             if item.proposals:
                 held.num_scheduled = held.num_computed
+                held.num_accepted = len(item.proposals) - num_rejected
             held.num_coming -= item.samples
             held.token_ids += chosen
             results.append(chosen)
@@ -210,7 +215,8 @@ class FakeDevice:
         held.num_scheduled = end
         held.num_coming += item.samples
         tables = [table[: group.pages_for(end)] for group, table in zip(self._groups, held.tables, strict=True)]
-        return Launched(held, client, item, tokens, tables)
+        num_accepted, held.num_accepted = held.num_accepted, 0
+        return Launched(held, client, item, tokens, tables, num_accepted)
 
     def _source(self, fork: Launched, flight: Flight) -> Launched:
         """The part of the same step that a fork samples from: the same prompt, ended here, before it."""
@@ -280,7 +286,8 @@ class FakeDevice:
             values.append(value)
         written = self._shadow.write(part.tables, item.start, values, item.slot, part.held.num_stored, client.truth)
         if self.states is not None:
-            self.states.advance(item.slot, item.start, values, client.truth, client.sequence)
+            counts = len(item.proposals), part.num_accepted
+            self.states.advance(item.slot, item.start, values, client.truth, client.sequence, *counts)
         self._see_pages(client, written)
         part.chosen, part.values = self._chosen(item, values), values
         if part.chosen:

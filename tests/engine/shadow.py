@@ -167,6 +167,8 @@ class ShadowStates:
     def __init__(self, grid: int, num_slots: int, num_snapshots: int) -> None:
         self._grid, self._num_slots = grid, num_slots
         self.by_place: list[int | None] = [None] * (num_slots + num_snapshots)
+        self._drafts: list[list[int]] = [[] for _ in range(num_slots)]
+        """What slots keep of the draft tokens of their last step."""
         self.num_reads = self.num_restored = self.num_kept = 0
 
     def restore(self, number: int, slot: int) -> None:
@@ -183,13 +185,28 @@ class ShadowStates:
         """Copy the state of a slot to another."""
         self.by_place[target] = self.by_place[source]
 
-    def advance(self, slot: int, start: int, values: Sequence[int], truth: Truth, name: object) -> None:
-        """Compute a piece of a sequence: a single row in one way, several by chunks of the grid in another."""
+    def advance(
+        self,
+        slot: int,
+        start: int,
+        values: Sequence[int],
+        truth: Truth,
+        name: object,
+        num_drafts: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
+        """Compute a piece of a sequence: a single row in one way, several by chunks of the grid in another.
+
+        Draft tokens follow a single row and are only kept; those accepted of the last step come before it.
+        """
         state = 0 if start == 0 else self.by_place[slot]
+        for value in self._drafts[slot][:num_accepted]:
+            state = row_state(state or 0, value)
         is_own = start in truth.states and state == truth.states[start]
         assert is_own, f"{name} has another state than its own at {start}"
         kept = [truth.kept(start + nth, value) for nth, value in enumerate(values)]
         self.num_reads += 1
+        kept, self._drafts[slot] = kept[: len(kept) - num_drafts], kept[len(kept) - num_drafts :]
         if len(kept) == 1:
             self.by_place[slot] = row_state(state or 0, kept[0])
             return

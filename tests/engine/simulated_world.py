@@ -227,6 +227,18 @@ class World:
         return replace(world, num_pages=max(num_pages, 4))
 
     @classmethod
+    def drafting(cls, seed: int) -> "World":
+        """Any of those with states outside the pages, with draft tokens."""
+        rng, number = Random(f"drafting {seed}"), seed
+        while (world := cls.stateful(number)).is_invariant:
+            number += 1000
+        assert world.state_rule is not None, f"{seed=} has no states"
+        limits = replace(world.limits, max_sampled_rows=world.limits.max_num_seqs + rng.choice((1, 4, 64)))
+        rule = replace(world.state_rule, num_drafts=rng.choice((1, 2, 4)))
+        share = rng.choice((0.3, 1.0, 1.0))
+        return replace(world, limits=limits, state_rule=rule, guess_share=share, is_late=True)
+
+    @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":
         rng = Random(f"late {seed}")
         run_ahead = rng.choice((0, 1, 1, 1, 2, 2))

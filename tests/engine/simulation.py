@@ -781,9 +781,14 @@ class Simulation:
         assert is_wanted, f"{sequence} is given {item.proposals} of {client.guesses}"
 
     def _check_piece(self, item: ScheduledSequence, num_prompt: int) -> None:
-        """A piece of a prompt from one multiple of the grid to another, or to its end; a last row alone; or a later row."""
-        start, end, grid = item.start, item.start + item.num_new_tokens, self.world.grid
-        is_row = item.num_new_tokens == 1 and (start >= num_prompt - 1)
+        """A piece of a prompt from one multiple of the grid to another, or to its end; a last row alone; or a later row.
+
+        Draft tokens follow single rows.
+        """
+        num_drafts, rule = len(item.proposals), self.world.state_rule
+        start, end, grid = item.start, item.start + item.num_new_tokens - num_drafts, self.world.grid
+        assert rule is None or num_drafts <= rule.num_drafts, f"{item.sequence} has {num_drafts} draft tokens"
+        is_row = item.num_new_tokens == 1 + num_drafts and (start >= num_prompt - 1)
         is_chunks = end <= num_prompt and start % grid == 0 and (end % grid == 0 or end == num_prompt)
         has_lone_row = end % grid == 1 and end == num_prompt
         assert is_row or (is_chunks and not has_lone_row), f"{item.sequence} runs [{start}, {end}) of {num_prompt}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -181,10 +181,10 @@ def pipeline(*arguments: Any, **options: Any) -> Iterator[Pipeline]:
         made.ranks.release()
 
 
-def run_alone(path: Path, **options: Any) -> Answers:
+def run_alone(path: Path, num_tokens: int = 7, **options: Any) -> Answers:
     alone = StagedRanks(path, [ALONE], **options)
     try:
-        (found,) = alone.run(lambda built: run_core(make_core(built.runner, built, 1)))
+        (found,) = alone.run(lambda built: run_core(make_core(built.runner, built, 1), num_tokens=num_tokens))
         return found
     finally:
         alone.release()
@@ -197,10 +197,10 @@ def run_alone(path: Path, **options: Any) -> Answers:
 )
 def test_answers_of_stages_are_those_of_one_process(tmp_path: Path, family: str, num_stages: int) -> None:
     """Greedy and random, penalties, log-probabilities of prompts; six requests, of which four run at once."""
-    path = find_model(tmp_path, family)
-    expected = run_alone(path)
+    path, num_tokens = find_model(tmp_path, family), 3 if family in V4_LOADS else 7
+    expected = run_alone(path, num_tokens)
     with pipeline(path, cuts_of(family, num_stages)) as found:
-        answers = found.run()
+        answers = found.run(partial(run_core, num_tokens=num_tokens))
         assert found.framed.most_in_flight == num_stages
     if family in BY_COMPANY:
         # Torch multiplies latents by other sums in steps of other rows, and steps of a pipeline have fewer of them.
@@ -273,12 +273,20 @@ def replayed(
         alone.release()
 
 
-def run_with_hits(found: Pipeline, num_pages: int) -> None:
+class Load(NamedTuple):
+    """So many tokens that sequences are preempted."""
+
+    num_pages: int
+    num_prompt: int = 93
+    num_tokens: int = 60
+
+
+def run_with_hits(found: Pipeline, load: Load) -> None:
     """Chunks, hits of prefixes that end inside pages, preemption: prompts that share their beginnings, and too few pages."""
-    found.core = make_core(found.framed, found.ranks.built[0], found.ranks.meshes[0].num_stages, num_pages)
+    found.core = make_core(found.framed, found.ranks.built[0], found.ranks.meshes[0].num_stages, load.num_pages)
     for _ in range(2):
-        found.run(partial(run_core, lengths=(93,)))
-    found.run(partial(run_core, lengths=(3, 1, 6, 5), num_tokens=60))
+        found.run(partial(run_core, lengths=(load.num_prompt,)))
+    found.run(partial(run_core, lengths=(3, 1, 6, 5), num_tokens=load.num_tokens))
     scheduler = found.core.scheduler
     assert scheduler.num_prefix_hit_tokens > 0
     assert scheduler.num_preemptions > 0
@@ -286,27 +294,29 @@ def run_with_hits(found: Pipeline, num_pages: int) -> None:
     assert any(one.copies for step in frames for one in step.admitted), "no rows were copied"
 
 
-QUICK = (("v4_pro", 2, True, "exact"),)
-NUM_PAGES = {"v4_flash": 40, "v4_pro": 26}
-"""So few that sequences are preempted."""
+V4_OPTIONS: dict[str, Any] = {"page_tokens": 2, "max_num_batched_tokens": 16}
+V4_LOADS = {"v4_flash": Load(40), "v4_pro": Load(26)}
 
 
 @pytest.mark.parametrize(
-    ("family", "num_ranks", "whole_experts", "sums"),
+    ("family", "num_ranks", "whole_experts", "sums", "load"),
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in product(NUM_PAGES, (2, 4), (False, True), ("exact", "reduce"))
+        pytest.param("v4_pro", 2, True, "exact", Load(13, num_prompt=37, num_tokens=12), id="short"),
+        *(
+            pytest.param(family, *case, V4_LOADS[family], marks=pytest.mark.slow)
+            for family, *case in product(V4_LOADS, (2, 4), (False, True), ("exact", "reduce"))
+        ),
     ],
 )
 def test_ranks_of_v4_have_results_and_pages_of_one_process(
-    tmp_path: Path, family: str, num_ranks: int, whole_experts: bool, sums: str
+    tmp_path: Path, family: str, num_ranks: int, whole_experts: bool, sums: str, load: Load
 ) -> None:
     """Step by step: exact ones to the bit, and every page and state after the last step."""
     path, exact = find_model(tmp_path, family), sums == "exact"
-    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = V4_OPTIONS | {"max_model_len": load.num_prompt + 17}
     ways = {"exact": exact, "whole_experts": whole_experts}
     with pipeline(path, cuts_of(family, 1), num_ranks, **ways, **options) as found:
-        run_with_hits(found, NUM_PAGES[family])
+        run_with_hits(found, load)
         results, frames, ranks = found.framed.results, found.framed.frames, found.ranks.built
         if exact:
             expected = replayed(path, frames, lambda alone: assert_pages_are_slices(alone, ranks), **options)
@@ -341,8 +351,8 @@ def assert_pages_are_near(alone: Built, ranks: list[Built]) -> None:
 def test_stages_of_v4_give_results_of_one_process(tmp_path: Path, family: str, num_stages: int, num_ranks: int) -> None:
     """Step by step to the bit: chunks, hits of prefixes, preemption, a step in every stage."""
     path = find_model(tmp_path, family)
-    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = V4_OPTIONS | {"max_model_len": 110}
     with pipeline(path, cuts_of(family, num_stages), num_ranks, **options) as found:
-        run_with_hits(found, NUM_PAGES[family])
+        run_with_hits(found, V4_LOADS[family])
         assert found.framed.results == replayed(path, found.framed.frames, **options)
         assert found.framed.most_in_flight == num_stages

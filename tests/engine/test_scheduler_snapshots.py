@@ -18,9 +18,10 @@ def make(
     num_pages: int = 64,
     page_tokens: int = 4,
     max_num_seqs: int = 8,
+    num_drafts: int = 0,
 ) -> Scheduler:
-    limits = Limits(max_num_seqs, budget, 128, page_tokens)
-    rule = StateRule(GRID, num_snapshots, snapshot_tokens)
+    limits = Limits(max_num_seqs, budget, 128, page_tokens, max_sampled_rows=32)
+    rule = StateRule(GRID, num_snapshots, snapshot_tokens, num_drafts)
     return Scheduler(limits, num_pages, True, 100, prefix_root=b"root", state_rule=rule)
 
 
@@ -302,3 +303,34 @@ def test_block_has_one_snapshot():
     assert scheduler.prefix.take_snapshot(chain, 20, 2, is_between=False) == NO_PLACE
     assert scheduler.prefix.take_snapshot(chain, 16, 2, is_between=False) == NO_PLACE
     scheduler.check()
+
+
+def four(sequence: Sequence) -> list[int]:
+    return [1, 2, 3, 4]
+
+
+def drafting(scheduler: Scheduler, chosen: tuple[int, ...] = (7,)) -> tuple[int, int, tuple[int, ...]]:
+    """Run a step of one sequence; where it begins, its rows, and the draft tokens among them."""
+    step = scheduler.schedule(four)
+    assert step is not None
+    (item,) = step.scheduled
+    scheduler.complete(step, [chosen if item.samples else ()])
+    scheduler.check()
+    return item.start, item.num_new_tokens, item.proposals
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2, 4, 6])
+def test_drafts_follow_single_rows_up_to_what_slots_keep(num_drafts: int):
+    scheduler, drafts = make(num_drafts=num_drafts), (1, 2, 3, 4)[:num_drafts]
+    one = sequence(1, 9, max_tokens=40)
+    one.may_speculate = True
+    scheduler.add(one)
+    assert drafting(scheduler) == (0, 8, ())
+    assert drafting(scheduler, (*drafts[:1], 7)) == (8, 1 + len(drafts), drafts), "a last row alone on its chunk"
+    after = 9 + len(drafts[:1])
+    assert drafting(scheduler) == (after, 1 + len(drafts), drafts)
+    scheduler.preempt_last()
+    assert drafting(scheduler) == (8, 1, ()), "from its snapshot"
+    for start in range(9, after + 1):
+        assert drafting(scheduler) == (start, 1, ()), "output is computed again row by row"
+    assert drafting(scheduler) == (after + 1, 1 + len(drafts), drafts)

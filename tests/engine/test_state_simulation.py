@@ -19,6 +19,18 @@ def test_sample_of_worlds_with_states_is_sound() -> None:
     assert run_all(SEEDS, NUM_EVENTS, World.stateful) >= NEEDED | STATES
 
 
+def test_sample_of_worlds_with_states_and_drafts_is_sound() -> None:
+    seen = run_all(SEEDS, NUM_EVENTS, World.drafting)
+    assert seen >= STATES | {"proposals", "accepted", "snapshots read", "preempt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_simulation_of_three_million_events_with_drafts_is_sound(batch: int) -> None:
+    seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.drafting) >= STATES | {"proposals", "accepted"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_simulation_of_three_million_events_with_states_is_sound(batch: int) -> None:

@@ -5,14 +5,13 @@ import shutil
 import struct
 import subprocess
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
 from holdfast.kernels.native_library import FLAGS, SOURCES
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES, TILE_TYPES, input_bytes
+from kernels.kept_builds import kept_build
 
 COMPILER, EMULATORS = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "qemu-aarch64")
 PROCESSORS = {"ARM with dotprod": "-march=armv8.2-a+dotprod+fp16", "ARM with i8mm": "-march=armv8.6-a+fp16"}
@@ -50,13 +49,9 @@ class EmulatedLibrary:
         compiler, emulator = shutil.which(COMPILER), next(filter(None, map(shutil.which, EMULATORS)), None)
         if compiler is None or emulator is None:
             pytest.skip(f"{COMPILER} and {EMULATORS[0]} are not installed")
-        folder = Path(mkdtemp())
-        (folder / "main.c").write_text(HARNESS)
-        sources = [str(folder / "main.c"), *map(str, sorted(SOURCES.glob("packed_*.c")))]
         flags = [one for one in FLAGS if one not in ("-O3", "-march=native", "-fPIC")]
-        program = str(folder / "program")
-        command = [compiler, *flags, "-O1", flag, "-static", f"-I{SOURCES}", "-o", program, *sources, "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
+        command = [compiler, *flags, "-O1", flag, "-static", f"-I{SOURCES}"]
+        program = str(kept_build(command, sorted(SOURCES.glob("packed_*.c")), ["-lm"], HARNESS))
         self._command = [emulator, "-cpu", "max", program]
 
     def holdfast_packed_linear(self, x, tiles, bias, y, scratch, *sizes) -> None:

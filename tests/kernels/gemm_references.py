@@ -23,7 +23,10 @@ from holdfast.kernels.gemm.quantize_activations import (
     RowAmaxBits,
     quantize_rows_reference,
 )
+from holdfast.kernels.gemm.small_batch import SideProduct
 from holdfast.kernels.geometry import NUM_GATE_AMAX
+from holdfast.quant.packed_values import dequantize_rows
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
@@ -55,6 +58,17 @@ def block_scaled_gemv_reference(x_MK: Tensor, weight: QuantizedWeight, bias_N: T
     return out_MN.copy_(y if bias_N is None else y + bias_N.float())
 
 
+def values_of(weight: Tensor | PackedWeight) -> Tensor:
+    """Return a plain or packed weight in float32."""
+    if isinstance(weight, Tensor):
+        return weight.float()
+    values_NK = torch.empty(weight.shape, device=weight.parts[0].planes[0].device)
+    for part in weight.parts:
+        rows_RK = values_NK[part.row_start : part.row_start + part.num_rows]
+        dequantize_rows(part, 0, (0, part.num_rows), rows_RK)
+    return values_NK
+
+
 def row_amax_reference(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
     cleared.zero_()
     values[: x_MK.shape[0]] = x_MK.float().abs().amax(-1)
@@ -63,20 +77,23 @@ def row_amax_reference(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax
 
 def normed_linear_reference(
     rows: NormedRows,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     gated: bool,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
+    side: SideProduct | None = None,
 ) -> Tensor:
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
+    if side is not None:
+        side.out_MP.copy_(rows.scaled_MK.float() @ side.weight_PK.float().t() * scale_M1)
     if isinstance(weight, QuantizedWeight):
         assert scratch.amax is not None, "a quantized product needs amax"
         sums = quantized_sums_reference(rows.scaled_MK, weight, RowAmax(scratch.amax.normed, rows.num_squares))
     else:
-        sums = rows.scaled_MK.float() @ weight.float().t()
+        sums = rows.scaled_MK.float() @ values_of(weight).t()
     y = sums * scale_M1
     if bias_N is not None:
         y = y + bias_N.float()
@@ -91,7 +108,7 @@ def normed_linear_reference(
 
 def small_batch_linear_reference(
     a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
@@ -102,7 +119,7 @@ def small_batch_linear_reference(
 
 def linear_add_reference(
     a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
+    weight: AnyWeight,
     bias_N: Tensor | None,
     stream: ResidualStream,
     amax: RowAmax | None = None,
@@ -112,14 +129,12 @@ def linear_add_reference(
     return defer_rms_norm_reference(stream)
 
 
-def _sums_reference(
-    a_MK: Tensor, weight: Tensor | QuantizedWeight, bias_N: Tensor | None, amax: RowAmax | None
-) -> Tensor:
+def _sums_reference(a_MK: Tensor, weight: AnyWeight, bias_N: Tensor | None, amax: RowAmax | None) -> Tensor:
     """Compute a @ weight.T + bias in float32."""
     if isinstance(weight, QuantizedWeight):
         y = quantized_sums_reference(a_MK, weight, amax)
     else:
-        y = a_MK.float() @ weight.float().t()
+        y = a_MK.float() @ values_of(weight).t()
     return y if bias_N is None else y + bias_N.float()
 
 

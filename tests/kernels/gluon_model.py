@@ -55,7 +55,8 @@ class Pointer:
     def load(self, mask: Any, other: Any) -> Any:
         if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, torch.Tensor):
             assert not mask or 0 <= self.offset < len(self.flat), f"a load at {self.offset}"
-            return Scalar(self.flat[self.offset]) if mask else other
+            value = self.flat[self.offset] if mask else other
+            return value if isinstance(value, torch.Tensor) and value.is_floating_point() else Scalar(value)
         index, m = torch.broadcast_tensors(torch.as_tensor(self.offset), torch.as_tensor(mask))
         index = torch.where(m, index, 0).long()
         assert 0 <= int(index.min()) <= int(index.max()) < len(self.flat), f"a load at {index.min()} to {index.max()}"

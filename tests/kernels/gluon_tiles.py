@@ -28,7 +28,7 @@ class Shared:
     """Shared memory, or a view of some."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values, self.dtype, self.layout = values, values.dtype, None
+        self.values, self.dtype, self.layout, self.shape = values, values.dtype, None, values.shape
 
     def index(self, i: Any) -> "Shared":
         assert 0 <= int(i) < len(self.values), f"block {int(i)} of {len(self.values)}"
@@ -139,7 +139,14 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in ("uint8", "int32", "int64", "float16", "bfloat16", "float32")},
         **dict.fromkeys(
-            ("SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"),
+            (
+                "SliceLayout",
+                "SwizzledSharedLayout",
+                "NVMMASharedLayout",
+                "NVMMADistributedLayout",
+                "DotOperandLayout",
+                "BlockedLayout",
+            ),
             named,
         ),
         program_id=lambda axis: Scalar(place[axis]),
@@ -156,6 +163,7 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
         min=lambda values, axis: values.amin(axis),
         max=lambda values, axis: values.amax(axis),
         sum=lambda values, axis: values.sum(axis, dtype=values.dtype),
+        rsqrt=torch.rsqrt,
         full_like=torch.full_like,
         expand_dims=lambda values, axis: values.unsqueeze(axis),
         convert_layout=lambda values, layout: values,
@@ -173,10 +181,45 @@ def language(place: Sequence[int], num_warps: int, column_texts: Sequence[str]) 
     )
 
 
+class Product:
+    """A product of a warpgroup, computed as late as a wait allows: operands that change before show."""
+
+    def __init__(self, a: torch.Tensor, b: Shared, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.value: torch.Tensor | None = None
+
+    def compute(self) -> None:
+        acc = self.acc.value if isinstance(self.acc, Product) else self.acc
+        made = self.a.float() @ self.b.load().float()
+        assert acc is not None, "a product waits for another one"
+        self.value = acc + made if self.use_acc else made
+
+
+class Products:
+    """Products that run, the oldest first."""
+
+    def __init__(self) -> None:
+        self._running: list[Product] = []
+
+    def begin(self, a: torch.Tensor, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        assert is_async, "products that are waited for at once are not modelled"
+        self._running.append(Product(a, b, acc, use_acc))
+        return self._running[-1]
+
+    def wait(self, count: int, deps: Sequence[Any]) -> Any:
+        while len(self._running) > count:
+            self._running.pop(0).compute()
+        assert all(one.value is not None for one in deps), "a product still runs"
+        return deps[0].value if len(deps) == 1 else tuple(one.value for one in deps)
+
+
 def hopper_of() -> SimpleNamespace:
     """`hopper`: copies and products."""
-    copies = Copies()
+    copies, products = Copies(), Products()
     return SimpleNamespace(
+        fence_async_shared=lambda: None,
+        warpgroup_mma=products.begin,
+        warpgroup_mma_wait=products.wait,
         async_copy=SimpleNamespace(
             async_copy_global_to_shared=copies.begin, commit_group=copies.commit, wait_group=copies.wait
         ),

@@ -99,9 +99,10 @@ from holdfast.kernels.moe import (  # noqa: E402
     routing,
 )
 from holdfast.kernels.sampling import edit_logits  # noqa: E402
-from holdfast.kernels.state import causal_conv, delta_chunks, delta_step, gated_norm  # noqa: E402
+from holdfast.kernels.state import causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm, scan_warpgroups  # noqa: E402
 from holdfast.kernels.state.delta_inputs import DeltaInputs  # noqa: E402
-from holdfast.kernels.state.state_geometry import delta_chunk_specs, state_list_specs  # noqa: E402
+from holdfast.kernels.state.kept_drafts import KeptDrafts  # noqa: E402
+from holdfast.kernels.state.state_geometry import delta_chunk_specs, draft_specs, state_list_specs  # noqa: E402
 from holdfast.kernels.state.state_rows import StateRows  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
@@ -248,6 +249,26 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
     stream = deferred_rms_norm.ResidualStream(y, norm_weight, 1e-5, out, scratch)
     small_batch.linear_add(x, weight, None if gated else bias, stream)
     small_batch.small_batch_linear(x, weight, None if gated else bias, out, scratch)
+
+
+def state_products_of(scheme: str | None, num_rows: int, hidden: int, size_n: int, num_gates: int) -> None:
+    """The products of a layer with a state on the fused decode path, gates beside the first, with norms of 1 + w."""
+    squares, counts = torch.empty(4096), torch.empty(64, dtype=torch.int32)
+    amax = deferred_rms_norm.AmaxScratch(squares, squares, counts) if scheme is not None else None
+    scratch = deferred_rms_norm.SmallBatchScratch(squares, squares, counts, amax)
+    weight: Any = torch.empty((1, hidden), dtype=BF16).expand(size_n, hidden)
+    if scheme is not None:
+        planes = (
+            torch.empty(1, dtype=getattr(torch, one.dtype)) for one in WEIGHT_SCHEMES[scheme].planes((size_n, hidden))
+        )
+        weight = QuantizedWeight(WEIGHT_SCHEMES[scheme], (size_n, hidden), *planes)
+    x, y = torch.empty(num_rows, hidden, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
+    side = small_batch.SideProduct(torch.empty(num_gates, hidden, dtype=BF16), torch.empty(num_rows, num_gates))
+    rows = deferred_rms_norm.NormedRows(x, 320, 1e-6)
+    small_batch.normed_linear(rows, weight, None, False, y, scratch, side)
+    stream = deferred_rms_norm.ResidualStream(y, torch.empty(size_n, dtype=BF16), 1e-6, y, scratch, 1.0)
+    small_batch.linear_add(x, weight, None, stream, deferred_rms_norm.RowAmax(squares, 1))
+    deferred_rms_norm.defer_rms_norm(stream)
 
 
 def attention_of(
@@ -500,6 +521,18 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     quantize_activations.quantize_rows(x, rows)
 
 
+def coded_prompts_of(num_columns: int, num_rows: int = 256) -> None:
+    """What a prompt in fp8 runs between its products: codes of norms alone, of gated rows, and of rows."""
+    codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
+    rows = QuantizedRows(codes, torch.empty(num_rows, 1))
+    x, norm = torch.empty(num_rows, num_columns, dtype=BF16), torch.empty(num_columns, dtype=BF16)
+    quantize_activations.rms_norm_codes(x, x, norm, 1e-6, x, rows)
+    gate_up = torch.empty(num_rows, 2 * num_columns, dtype=BF16)
+    assert quantize_activations.takes_gated_row(gate_up, rows)
+    quantize_activations.gate_mul_coded(gate_up, "silu", x, None, rows)
+    quantize_activations.quantize_rows(x, rows)
+
+
 def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
     """One row by e4m3 in blocks."""
     scheme = WEIGHT_SCHEMES["fp8_block"]
@@ -555,6 +588,33 @@ def coded_experts_of(name: str, num_rows: int, gated: bool) -> None:
     expert_linear.packed_expert_linear(routing.ExpertProduct(x, weight, order, out, gated))
 
 
+def fused_codes_of(name: str, num_rows: int) -> None:
+    """Tiles with a deferred RMSNorm, with and without a gate, and with a residual."""
+    part, x = packed_part_of(name, (5120, 5120)), torch.empty(num_rows, 5120, dtype=BF16)
+    weight = PackedWeight(part.shape, (part,))
+    wide, y = torch.empty(num_rows, 5120, dtype=BF16), torch.empty(num_rows, 2560, dtype=BF16)
+    scratch = deferred_rms_norm.SmallBatchScratch(*(torch.empty(1024) for _ in range(3)))
+    for num_squares in (1, 40):
+        rows = deferred_rms_norm.NormedRows(x, num_squares, 1e-6)
+        small_batch.normed_linear(rows, weight, None, False, wide, scratch)
+        small_batch.normed_linear(rows, weight, None, True, y, scratch)
+    stream = deferred_rms_norm.ResidualStream(
+        wide, torch.empty(5120, dtype=BF16), 1e-6, torch.empty_like(wide), scratch
+    )
+    small_batch.linear_add(x, weight, None, stream)
+
+
+def coded_down_of(name: str, has_bias: bool) -> None:
+    """Tiles of the experts of a single token, added to the residual."""
+    part, active = packed_part_of(name, (16, 2048, 768)), torch.empty(8, 768, dtype=BF16)
+    weight, ids = PackedWeight(part.shape, (part,)), torch.zeros(1, 8, dtype=torch.int32)
+    scratch = deferred_rms_norm.SmallBatchScratch(*(torch.empty(64) for _ in range(3)))
+    x, scaled, norm = torch.empty(1, 2048, dtype=BF16), torch.empty(1, 2048, dtype=BF16), torch.empty(2048, dtype=BF16)
+    bias = torch.empty(16, 2048, dtype=BF16) if has_bias else None
+    stream = deferred_rms_norm.ResidualStream(x, norm, 1e-6, scaled, scratch)
+    expert_row.down_row_add.triton(active, weight, ids, torch.empty(1, 8), bias, stream)
+
+
 def dequantized_of(name: str, dtype: torch.dtype = BF16) -> None:
     """A piece of rows, and rows of a share by id."""
     part, out = packed_part_of(name, (64, 512)), torch.empty(16, 512, dtype=dtype)
@@ -602,8 +662,13 @@ def single_row_of(size_n: int, size_k: int, num_groups: int) -> None:
     small_batch.single_row_linear(x, weight, out, num_groups)
 
 
-def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
-    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
+def expert_layer_of(
+    scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8, has_shared: bool = False
+) -> None:
+    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's.
+
+    With `has_shared` one more expert, which is as wide and has a gate; norms are of 1 + w then.
+    """
     num_experts, coded = 128, scheme == "fp8"
     weights: list[Any] = []
     for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner)):
@@ -622,14 +687,27 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     codes = QuantizedRows(torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
     given = codes if coded else finished
     router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
-    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
-    stream = deferred_rms_norm.ResidualStream(x, torch.empty(hidden, dtype=BF16), 1e-6, scaled, scratch)
+    logit = torch.empty(num_rows, 1)
+    gate = normed_routing.SharedGate(torch.empty(1, hidden, dtype=BF16), logit) if has_shared else None
+    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch, gate)
+    norm_weight, offset = torch.empty(hidden, dtype=BF16), 1.0 if has_shared else 0.0
+    stream = deferred_rms_norm.ResidualStream(x, norm_weight, 1e-6, scaled, scratch, offset)
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
         operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
         order = routing.ExpertOrder(ids, num_experts, 1, ids, ids)
-        deep_gemv.deep_gemv(routing.ExpertProduct(finished, weights[0], order, active, True), operands)
-        expert_row.down_row_add(active, weights[1], ids, shares, None, stream)
+        product, one, own = routing.ExpertProduct(finished, weights[0], order, active, True), None, None
+        if has_shared:
+            own_active = torch.empty(1, inner, dtype=BF16)
+            shared: list[Any] = [
+                weight[0] if scheme is None else replace(weight, shape=weight.shape[1:]) for weight in weights
+            ]
+            one = deep_gemv.SharedProduct(
+                *expert_gemv.operands_of(finished, shared[0], codes if coded else None).tensors[2:], own_active
+            )
+            own = expert_row.SharedRow(own_active, shared[1], logit)
+        deep_gemv.deep_gemv(product, operands, one)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, stream, own)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
         expert_sum.add_experts(expert_sum.ExpertOutputs(routed, shares), stream)
@@ -878,10 +956,53 @@ def states_of(
     specs = delta_chunk_specs(num_rows, 4, value_heads, key_dim, dtype, "channel" if by_channel else "head")
     scratch = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
     delta_chunks.delta_chunks_triton(inputs, rows, state_PHKV, out_THV, scratch)
+    is_wide = scan_warpgroups.has_wide_rows(*inputs[:3]) and not by_channel
+    if is_wide and rows.chunks_M4 is not None:
+        squares = (scratch[name] for name in ("chunk systems", "chunk scores", "chunk coefficients"))
+        systems, scores, coefficients = squares
+        inverses = systems.view(torch_dtype)
+        scan_warpgroups.scan_in_warpgroups(inputs, rows, inverses, scores, coefficients, state_PHKV, out_THV)
     gated_norm.gated_norm_triton(out_THV, out_THV, x_TC[0, :value_dim], 1e-6, out_THV)
 
 
+def drafts_of(
+    dtype: str,
+    heads: tuple[int, int],
+    dims: tuple[int, int] = (128, 128),
+    by_channel: bool = False,
+    num_drafts: int = 4,
+    decode: bool = False,
+) -> None:
+    """A step of a gated delta net whose sequences may have draft tokens."""
+    num_rows, num_slots, (key_heads, value_heads), (key_dim, value_dim) = 70, 4, heads, dims
+    torch_dtype, num_channels = getattr(torch, dtype), 2 * key_heads * key_dim + value_heads * value_dim
+    gate_shape = (value_heads, key_dim)[: 1 + by_channel]
+    x_TC = torch.empty(num_rows, num_channels, dtype=torch_dtype)
+    a_TH, b_TH = (torch.empty(num_rows, *shape) for shape in (gate_shape, (value_heads,)))
+    gates = a_TH, b_TH, torch.empty(value_heads), torch.empty(gate_shape)
+    inputs = DeltaInputs.of(x_TC, key_heads, key_dim, value_heads, value_dim, *gates)
+    numbers = torch.empty(num_rows, dtype=torch.int64)
+    sequences_N4 = None if decode else torch.empty(num_slots, 4, dtype=torch.int32)
+    rows = StateRows(numbers, numbers, sequences_N4, drafts_T=numbers)
+    specs = draft_specs(1, num_slots, num_drafts, num_channels, gate_shape, dtype)
+    held = [torch.empty(spec.shape[1:], dtype=getattr(torch, spec.dtype)) for spec in specs]
+    kept = KeptDrafts(*held, accepted_SDC=torch.empty_like(held[0]))
+    conv_PCW, weight_CW = (
+        torch.empty(*shape, dtype=torch_dtype) for shape in ((2, num_channels, 3), (num_channels, 4))
+    )
+    causal_conv.causal_conv_triton(x_TC, rows, weight_CW, conv_PCW, torch.empty_like(x_TC), kept=kept)
+    state_PHKV, out_THV = torch.empty(2, value_heads, key_dim, value_dim), torch.empty_like(inputs.v_THV).contiguous()
+    delta_drafts.delta_drafts_triton(inputs, rows, state_PHKV, out_THV, kept)
+
+
 STATE_CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"products of a state in {scheme or 'bfloat16'}, {num_rows} rows": partial(
+            state_products_of, scheme, num_rows, 5120, 16384, 96
+        )
+        for scheme in (None, "fp8", "int8")
+        for num_rows in (1, 16)
+    },
     "states of 48 heads, decode": lambda: states_of("bfloat16", (16, 48), decode=True),
     "states of 48 heads": lambda: states_of("bfloat16", (16, 48)),
     "states of 32 heads": lambda: states_of("bfloat16", (16, 32)),
@@ -890,6 +1011,9 @@ STATE_CASES: dict[str, Callable[[], None]] = {
     "states by channel": lambda: states_of("bfloat16", (32, 32), by_channel=True),
     "states by channel, decode": lambda: states_of("bfloat16", (32, 32), by_channel=True, decode=True),
     "states by channel of 24 by 40": lambda: states_of("float16", (2, 4), (24, 40), by_channel=True),
+    "states of 48 heads, draft tokens": lambda: drafts_of("bfloat16", (16, 48)),
+    "states of 6 heads of 24 by 48, one draft token": lambda: drafts_of("float16", (3, 6), (24, 48), num_drafts=1),
+    "states by channel, draft tokens, decode": lambda: drafts_of("bfloat16", (8, 8), by_channel=True, decode=True),
 }
 
 V4_CASES: dict[str, Callable[[], None]] = {
@@ -920,6 +1044,12 @@ CODE_CASES: dict[str, Callable[[], None]] = {
         for name in ("Q4_K", "Q6_K", "AWQ")
         for num_rows in (1, 8, 30, 130, 700)
     },
+    **{
+        f"fused tiles of {name}, {num_rows} rows": partial(fused_codes_of, name, num_rows)
+        for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "AWQ", "GPTQ", "nvfp4")
+        for num_rows in (1, 16)
+    },
+    **{f"down of one token in {name}": partial(coded_down_of, name, name == "AWQ") for name in ("Q4_K", "Q6_K", "AWQ")},
     **{f"pieces of {name}": partial(dequantized_of, name) for name in CODED_SCHEMES},
 }
 PACKED_CASES: dict[str, Callable[[], None]] = {
@@ -943,6 +1073,13 @@ LAYER_CASES: dict[str, Callable[[], None]] = {
     )
 }
 """The first in the widths of Qwen3-30B-A3B."""
+LAYER_CASES |= {
+    f"expert layer with a shared one in {scheme or 'bfloat16'}, {num_rows} rows": partial(
+        expert_layer_of, scheme, num_rows, 2048, 512, has_shared=True
+    )
+    for scheme, num_rows in ((None, 1), (None, 8), ("fp8", 1), ("int8", 1))
+}
+"""In the widths of Qwen3.5-35B-A3B."""
 
 
 def exchange_of(size: int) -> None:
@@ -1079,6 +1216,7 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 32 rows": lambda: row_scaled_of(32, 5120, 8192),
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
+    **{f"codes of a prompt, {size} columns": partial(coded_prompts_of, size) for size in (768, 5120, 25600)},
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
     "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),
@@ -1233,7 +1371,7 @@ def main() -> None:
         write_kv,
         write_quantized_kv,
         write_window,
-        *(causal_conv, delta_chunks, delta_step, gated_norm),
+        *(causal_conv, delta_chunks, delta_drafts, delta_step, gated_norm, scan_warpgroups),
     ]
     kernels = []
     for module in modules:

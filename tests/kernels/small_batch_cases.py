@@ -10,7 +10,7 @@ import torch
 from holdfast.kernels.gemm import small_batch
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
+from holdfast.kernels.gemm.small_batch import SideProduct, linear_add, normed_linear, small_batch_linear
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
@@ -143,9 +143,17 @@ class Guarded:
 
 
 def run_normed(
-    function, case: SmallBatchCase, device: torch.device, num_squares: int = 1, out_dtype: torch.dtype | None = None
+    function,
+    case: SmallBatchCase,
+    device: torch.device,
+    num_squares: int = 1,
+    out_dtype: torch.dtype | None = None,
+    side_PK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`normed_linear` or its reference: x is what was scaled, its squares lie in so many blocks."""
+    """`normed_linear` or its reference: x is what was scaled, its squares lie in so many blocks.
+
+    With `side_PK`, the columns of the side product follow, in float32.
+    """
     guarded = Guarded(case, device, num_squares)
     num_rows = len(case.x_MK)
     guarded.scratch.squares[: num_rows * num_squares] = squares_of(case.x_MK, num_squares).flatten()
@@ -154,11 +162,14 @@ def run_normed(
     rows = NormedRows(amid(case.x_MK, device), num_squares, EPS)
     y = guarded.filled((num_rows, case.num_outputs), out_dtype or case.x_MK.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
-    assert function(rows, case_weight_amid(case, device), bias, case.gated, y, guarded.scratch) is y
+    operands, side = (rows, case_weight_amid(case, device), bias, case.gated, y, guarded.scratch), None
+    if side_PK is not None:
+        side = SideProduct(amid(side_PK, device), guarded.filled((num_rows, len(side_PK)), torch.float32))
+    assert (function(*operands) if side is None else function(*operands, side)) is y
     guarded.check()
     if guarded.scratch.amax is not None:
         _check_gate_amax(case, y, guarded.scratch.amax)
-    return y.cpu()
+    return y.cpu() if side is None else torch.cat((y.cpu().float(), side.out_MP.cpu()), dim=1)
 
 
 def case_weight_amid(case: SmallBatchCase, device: torch.device) -> torch.Tensor | QuantizedWeight:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from holdfast.kernels.state.delta_inputs import DeltaInputs
 from holdfast.kernels.state.state_geometry import state_list_specs
-from holdfast.kernels.state.state_rows import Piece, StateRows, fill_lists
+from holdfast.kernels.state.state_rows import DRAFT, Piece, StateRows, fill_lists
 from kernels.triton_cases import amid_poison
 
 FAR = 10**9
@@ -110,27 +110,34 @@ class Part(NamedTuple):
     place: int
     start: int
     num_rows: int
+    num_drafts: int = 0
+    """Draft tokens among them, the last ones."""
+    num_accepted: int = 0
+    """Draft tokens of its last step that its state lacks."""
 
 
 def make_rows(
     parts: Sequence[Part], num_padding: int, device: torch.device | str = "cpu", spare: int = 2, as_decode: bool = False
 ) -> StateRows:
     """Rows of parts, padding after all of them, and unused entries in the lists."""
-    places, positions, pieces = [], [], []
+    places, positions, drafts, pieces = [], [], [], []
     for part in parts:
+        num_own = part.num_rows - part.num_drafts
         if part.num_rows:
-            pieces.append(Piece(len(places), part.num_rows, part.place, part.start))
+            pieces.append(Piece(len(places), num_own, part.place, part.start))
         places += [part.place] * part.num_rows
         positions += range(part.start, part.start + part.num_rows)
+        drafts += [part.num_accepted, *[0] * (num_own - 1), *[DRAFT] * part.num_drafts][: part.num_rows]
     places += [-1] * num_padding
     positions += [FAR] * num_padding
-    numbers = torch.tensor([places, positions]).view(2, -1).to(device)
+    drafts += [-1] * num_padding
+    numbers = torch.tensor([places, positions, drafts]).view(3, -1).to(device)
     if as_decode:
-        return StateRows(numbers[0], numbers[1])
+        return StateRows(numbers[0], numbers[1], drafts_T=numbers[2])
     specs = state_list_specs(len(places), len(pieces) + spare)
     lists = [torch.full(spec.shape, 77, dtype=torch.int32) for spec in specs]
     fill_lists(pieces, *lists)
-    return StateRows(numbers[0], numbers[1], *(table.to(device) for table in lists))
+    return StateRows(numbers[0], numbers[1], *(table.to(device) for table in lists), drafts_T=numbers[2])
 
 
 def join(parts: Sequence[torch.Tensor], num_padding: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ COMMON_CASES = (
     "streams of V4-Flash, 1 row",
     "packed experts of 2880 by 2880, 8 rows",
     "states of 48 heads, decode",
+    "products of a state in bfloat16, 1 rows",
 )
 """For each way to write a kernel, one that is compiled in a second or three."""
 OTHER_CASES = (
@@ -112,6 +113,9 @@ OTHER_CASES = (
     "row-scaled tiles, 64 rows",
     "row-scaled tiles, 128 rows",
     "row-scaled tiles of odd sizes",
+    "codes of a prompt, 768 columns",
+    "codes of a prompt, 5120 columns",
+    "codes of a prompt, 25600 columns",
     "one row by blocks, a single load",
     "one row by blocks of odd sizes",
     "one row by four bits",
@@ -121,6 +125,9 @@ OTHER_CASES = (
     "tiles of nvfp4, 1 rows",
     "tiles of Q5_0 of odd sizes",
     "tiles of Q4_0 of odd sizes",
+    "fused tiles of Q4_K, 1 rows",
+    "fused tiles of AWQ, 16 rows",
+    "down of one token in AWQ",
     "tiles of experts in Q4_K, 1 rows",
     "tiles of experts in Q6_K, 8 rows",
     "tiles of experts in AWQ, 700 rows",
@@ -211,6 +218,15 @@ OTHER_CASES = (
     "expert layer in fp8, 1 rows of 2000",
     "expert layer in bfloat16, 1 rows of 2048",
     "expert layer in int8, 1 rows of 2048",
+    "expert layer with a shared one in bfloat16, 1 rows",
+    "expert layer with a shared one in bfloat16, 8 rows",
+    "expert layer with a shared one in fp8, 1 rows",
+    "expert layer with a shared one in int8, 1 rows",
+    "products of a state in bfloat16, 16 rows",
+    "products of a state in fp8, 1 rows",
+    "products of a state in fp8, 16 rows",
+    "products of a state in int8, 1 rows",
+    "products of a state in int8, 16 rows",
     "packed experts of 2880 by 2880, 30 rows",
     "packed experts of 2880 by 2880, 130 rows",
     "packed experts of 2880 by 2880, 700 rows",
@@ -226,6 +242,9 @@ OTHER_CASES = (
     "states by channel",
     "states by channel, decode",
     "states by channel of 24 by 40",
+    "states of 48 heads, draft tokens",
+    "states of 6 heads of 24 by 48, one draft token",
+    "states by channel, draft tokens, decode",
 )
 
 

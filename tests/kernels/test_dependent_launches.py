@@ -37,7 +37,7 @@ CONSTANT = {
         *("p_extra", "p_mins", "p_zeros", "p_d", "p_dmin", "p_second"),
     },
     "norm": {"p_weight"},
-    "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
+    "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight", "p_shared_weight", "p_shared_scales"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
     "state": {"p_weight", "p_log_rate"},
 }
@@ -46,11 +46,12 @@ TRUSTED = {
     "moe.expert_row._down_kernel": ({"p_ids", "p_shares"}, "moe.deep_gemv._deep_gemv_kernel"),
     "latent.top_k_tokens._filter_kernel": ({"p_scores"}, "latent.top_k_tokens._limit_kernel"),
     "gemm.packed_gemv.packed_gemv_kernel": ({"p_ids"}, "gemm.packed_gemv.packed_gemv_kernel"),
+    "gemm.packed_mma.packed_mma_kernel": ({"p_pairs", "p_experts"}, "gemm.packed_mma.packed_mma_kernel"),
 }
 """Kernels that read more before they wait, and the kernel before them, which must trigger them after its own wait."""
 ALWAYS = {"NUM_HEADS > 0"}
 """Conditions without an else that hold for every program that comes to them."""
-FLAGS = {"gemm.packed_gemv.packed_gemv_kernel": "GATED", "gemm.packed_mma.packed_mma_kernel": "IS_DENSE"}
+FLAGS = {"gemm.packed_gemv.packed_gemv_kernel": "GATED", "gemm.packed_mma.packed_mma_kernel": "WAITS_LATE"}
 """A flag of a kernel that moves its wait: paths are followed with it and without."""
 
 

@@ -42,16 +42,16 @@ def test_expert_block_rows_follow_tokens_per_expert() -> None:
 
 def test_expert_order_form_has_a_launch_for_every_size() -> None:
     unsorted = [expert_order_form(rows, 8, 128) for rows in (4, 16)]
-    assert unsorted == [ExpertOrderForm(rows, False, 0, 0, False) for rows in (1, 16)]
+    assert unsorted == [ExpertOrderForm(rows, False, 0, False) for rows in (1, 16)]
     found = [expert_order_form(rows, 8, 128)[2:] for rows in (17, 32, 33, 256, 257, 512, 513)]
     assert found == [
-        (256, 1, False),
-        (256, 1, True),
-        (1024, 1, False),
-        (1024, 1, True),
-        (1024, 2, False),
-        (1024, 2, True),
-        (1024, 4, False),
+        (256, False),
+        (256, True),
+        (1024, False),
+        (1024, True),
+        (0, False),
+        (0, True),
+        (0, False),
     ]
 
 

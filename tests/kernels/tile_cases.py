@@ -2,10 +2,7 @@
 
 import ctypes
 import platform
-import subprocess
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 
@@ -15,6 +12,7 @@ from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedPlane, PackedSche
 from holdfast.quant.packed_tiles import TILE_ROWS, TILE_SCHEMES
 from holdfast.quant.tile_values import arrange_reference
 from kernels.exactness import MOAT, random
+from kernels.kept_builds import kept_build
 
 BYTE_RANGES = {
     ("MXFP4", "scales"): (110, 140),
@@ -64,24 +62,10 @@ def random_tiles(title: str, num_rows: int, num_columns: int, seed: int = 0) -> 
 @cache
 def compiled_with(flag: str) -> ctypes.CDLL:
     """The kernels for tiles, compiled for fewer instructions; without optimization of what only these tests run."""
-    compiler = native_library.find_native_build().compiler
-    target = Path(mkdtemp()) / "kernels.so"
-    sources = [str(path) for path in sorted(SOURCES.glob("packed_*.c"))]
-    openmp = native_library._openmp_library()
-    flags = [one for one in FLAGS if one != "-O3"]
-    command = [
-        compiler,
-        *flags,
-        "-O1",
-        flag,
-        "-shared",
-        "-o",
-        str(target),
-        *sources,
-        *([str(openmp)] if openmp else []),
-    ]
-    subprocess.run([*command, "-lm"], check=True, capture_output=True)
-    library = ctypes.CDLL(str(target))
+    compiler, openmp = native_library.find_native_build().compiler, native_library._openmp_library()
+    command = [compiler, *(one for one in FLAGS if one != "-O3"), "-O1", flag, "-shared"]
+    libraries = [*([str(openmp)] if openmp else []), "-lm"]
+    library = ctypes.CDLL(str(kept_build(command, sorted(SOURCES.glob("packed_*.c")), libraries)))
     for name in (
         "holdfast_packed_linear",
         "holdfast_packed_linear_full",

@@ -300,6 +300,19 @@ def fp8_mlp(activation, device, dtype, limit: float | None = None) -> GatedMLP:
     return GatedMLP(*linears, activation, limit)
 
 
+@pytest.mark.parametrize("limit", [None, 0.3])
+def test_gated_mlp_codes_are_of_the_bounded_gate(limit):
+    mlp = fp8_mlp("silu", torch.device("cpu"), torch.float32, limit)
+    x, room = random(5, 96), QuantizedRows(torch.zeros(1000).to(torch.float8_e4m3fn), torch.zeros(5))
+    buffers = MLPBuffers(torch.empty(5, 400), torch.empty(5, 200), room)
+    found = mlp(x, buffers, torch.empty(5, 96))
+    gate, up = mlp.gate_up(x, torch.empty(5, 400), room).chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    expected = mlp.down(F.silu(gate) * up, torch.empty(5, 96), room)
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.mark.each_value
 @QUIET
 @pytest.mark.parametrize("is_coded", [False, True])

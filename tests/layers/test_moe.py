@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from holdfast.kernels import operation
 from holdfast.kernels.activation import GateForm
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
@@ -243,6 +243,7 @@ def test_expert_layer_of_deepseek_v4_from_a_table_is_exact(num_rows, dtype):
         layer(x, make_buffers(num_rows, "shared"), torch.empty_like(x))
 
 
+@pytest.mark.each_value
 @QUIET
 @pytest.mark.parametrize("scheme", [None, "mxfp4", "fp8_block"], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 6, 18])
@@ -271,6 +272,39 @@ def test_expert_layer_with_table_kernels_match_reference(device, monkeypatch, sc
         found.append(layer(x.to(where), buffers, out, tokens.to(where)).float().cpu())
     slack = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found[1], found[0], rtol=slack, atol=slack)
+
+
+@QUIET
+@pytest.mark.parametrize("launches", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("num_rows", [1, 6, 18])
+def test_expert_layer_takes_codes_of_a_norm(device, monkeypatch, launches, num_rows):
+    """Without a shared expert they are for the others, which then read no rows; the router does."""
+    hidden, inner = 64, 32
+    where = device if launches else torch.device("cpu")
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    monkeypatch.setattr(operation, "can_run", lambda tensor: launches)
+    shapes = ((NUM_EXPERTS, 2 * inner, hidden), (NUM_EXPERTS, hidden, inner))
+    plain = [random(*shape, seed=index, scale=0.2).to(dtype) for index, shape in enumerate(shapes)]
+    weights = [weight_on(quantized(one, "fp8", part), where) for one, part in zip(plain, (inner, hidden), strict=True)]
+    router, x = random(NUM_EXPERTS, hidden, seed=7).to(where, dtype), random(num_rows, hidden, seed=8).to(where, dtype)
+    layer = ExpertLayer(router, *weights, Routing(True), None)
+    specs = experts_request(ExpertsSpec(NUM_EXPERTS, TOP_K, inner), hidden, num_rows, str(dtype)[6:]).specs
+    found = []
+    for is_coded in (False, True):
+        held = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=where) for spec in specs}
+        codes = torch.zeros(num_rows * TOP_K * hidden, device=where).to(torch.float8_e4m3fn)
+        buffers = ExpertBuffers.of(held, QuantizedRows(codes, torch.zeros(num_rows * TOP_K, device=where)))
+        if is_coded:
+            room = layer.room_for_codes(buffers, x)
+            assert room is not None
+            quantize_rows(x, room)
+        found.append(layer(x, buffers, torch.full_like(x, NAN), is_coded=is_coded))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
+def test_expert_layer_of_plain_weights_takes_no_codes():
+    assert make("routed").room_for_codes(make_buffers(3, "routed"), random(3, HIDDEN)) is None
 
 
 def test_expert_layer_with_table_refuses_choice_biases():

@@ -4,6 +4,7 @@ The path runs on the plain-torch references of its kernels, or on the kernels th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from holdfast.config import Limits
 from holdfast.families.grouped import layer as attention
 from holdfast.families.latent import layer as latent_attention
+from holdfast.families.state import layer as state
+from holdfast.families.state.declarations import TritonStateDeclaration
 from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.layers import moe
 from holdfast.models import activations, decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
@@ -51,7 +56,7 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the path run on a CPU, and take as many rows of e4m3 as of other weights."""
     monkeypatch.setattr(activations, "QUANTIZED_DECODE_ROWS", FUSED_DECODE_ROWS)
     for name, reference in REFERENCES.items():
-        for module in (fused_decode, attention, latent_attention):
+        for module in (fused_decode, attention, latent_attention, state, moe):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, reference)
 
@@ -70,6 +75,8 @@ def make_rig(
         patch.setattr(drive, "DecoderParts", partial(DecoderParts, takes_fused_decode=fused, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
+        if device.type == "cuda":
+            patch.setattr(drive, "TorchStateDeclaration", TritonStateDeclaration)
         patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)
         rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, row_sizes=row_sizes)
     poison = rig.poison
@@ -88,11 +95,14 @@ def make_rig(
 
 def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Just the same model elsewhere, with numbers in another type; codes stay what they are."""
-    weights = {
-        name: weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
-        for name, weight in model.weights.items()
-    }
-    return LoadedModel(model.spec, weights)
+
+    def moved(weight: AnyWeight) -> AnyWeight:
+        if isinstance(weight, PackedWeight):
+            parts = (replace(part, planes=tuple(plane.to(device) for plane in part.planes)) for part in weight.parts)
+            return replace(weight, parts=tuple(parts))
+        return weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
+
+    return LoadedModel(model.spec, {name: moved(weight) for name, weight in model.weights.items()})
 
 
 def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
@@ -106,6 +116,7 @@ def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
         tables = [list(range(first, first + 8))[::-1] for first in firsts]
         length = 3 + 2 * index
         sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=tables))
+        sequences[-1].slot = index
     rig.execute(LiveStep(tuple(ScheduledSequence.of(sequence, 0, sequence.num_tokens) for sequence in sequences)))
     for _ in range(num_steps):
         for sequence, own in zip(sequences, tokens, strict=True):

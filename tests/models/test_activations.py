@@ -295,7 +295,6 @@ def test_takes_fused_decode_accepts_supported_models(change):
         {"head_dim": 63, "num_heads": 1},
         {"experts": ExpertsSpec(128, 8, 768, dense_layers=frozenset({0})), "intermediate_size": 25600 + 32},
         {"has_output_norms": True},
-        {"norm_offset": 1.0},
         {"logit_softcap": 30.0},
         {"streams": StreamsSpec(4, 20, 1e-6)},
         {"compressed": CompressedSpec(64, 64, 8, (None,) * 64, 8, 64, None)},

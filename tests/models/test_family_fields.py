@@ -333,7 +333,7 @@ CASES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         rotary(
             "Qwen3NextForCausalLM",
             **DELTA_FIELDS,
-            state=replace(DELTA_STATE, is_joined=True),
+            state=replace(DELTA_STATE, is_joined=True, joins_gates=True),
             experts=replace(QWEN_EXPERTS, normalizes=False, shared_size=72, has_shared_gate=True),
         ),
     ),

@@ -7,6 +7,7 @@ step of e4m3, which is a small part of what quantizing does to all numbers: boun
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -28,9 +29,12 @@ from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuild
 from holdfast.models.fused_decode import make_scratch
 from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.rope import StepRope
+from holdfast.quant.packed_schemes import PackedScheme, integer_scheme
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme
 from kernels.exactness import same_bits
+from kernels.gemm.test_packed_linear import random_part
 from kernels.gemm_references import normed_linear_reference, row_amax_reference
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
@@ -314,6 +318,69 @@ def test_fused_decode_declined_decoder_logs_reason_runs_unfused(caplog):
     assert same_bits(decode(rig, 2), decode(make_rig(ours, recipe, fused=False), 2))
 
 
+INT4 = integer_scheme("int4", 4, 32, "float16")
+INT4_ZEROS = integer_scheme("int4 with zeros", 4, 32, "float16", "uint8")
+
+
+def packed(model: LoadedModel, changes: Mapping[str, AnyWeight] | None = None) -> LoadedModel:
+    """Pack products and experts of a model: query and key in one scheme, value in another."""
+    weights: dict[str, Any] = {**model.weights}
+    for index, parameter in enumerate(parameters(model.spec)):
+        if parameter.kind not in ("linear", "expert", "head") or "embed" in parameter.name:
+            continue
+        rows, shape = [(INT4, parameter.shape[-2])], parameter.shape
+        if parameter.name.endswith("qkv.weight"):
+            num_values = model.spec.num_kv_heads * model.spec.head_dim
+            rows = [(INT4, shape[-2] - num_values), (INT4_ZEROS, num_values)]
+        weights[parameter.name] = packed_weight(rows, shape, index)
+    return LoadedModel(model.spec, weights | dict(changes or {}))
+
+
+def packed_weight(rows: list[tuple[PackedScheme, int]], shape: tuple[int, ...], seed: int = 0) -> PackedWeight:
+    parts, start = [], 0
+    for scheme, num_rows in rows:
+        parts.append(random_part(scheme, (*shape[:-2], num_rows, shape[-1]), start, seed=seed + start))
+        start += num_rows
+    return PackedWeight(shape, tuple(parts))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_bias", "qwen2_moe", "qwen3_moe not normalized, dense layers"])
+def test_logits_of_packed_weights_are_those_of_the_ordinary_way(name, monkeypatch):
+    use_references(monkeypatch)
+    model = packed(tiny(name))
+    rig = make_rig(model)
+    assert rig.decoder.fused is not None, rig.decoder.fused_decode_declined()
+    for num_rows in (1, 3):
+        wanted = decode(make_rig(model, fused=False), num_rows)
+        assert errors(decode(make_rig(model), num_rows), wanted).max() < ROUNDING * max(1.0, float(wanted.std()))
+
+
+def test_fused_decode_declines_packed_weights_that_tiles_do_not_take():
+    """Parts in two schemes before a gate or a residual, schemes without tiles, quantized weights beside packed ones."""
+    model = tiny("qwen3")
+    for name in ("layers.1.gate_up.weight", "layers.2.down.weight", "layers.0.o.weight"):
+        shape = tuple(model.weights[name].shape)
+        halves = packed_weight([(INT4, shape[0] // 2), (INT4_ZEROS, shape[0] // 2)], shape)
+        assert reason(packed(model, {name: halves}), AS_STORED) == (
+            "parts of a weight are stored in int4 and int4 with zeros"
+        )
+    shape = tuple(model.weights["layers.1.qkv.weight"].shape)
+    int8 = integer_scheme("int8", 8, 0, "float16", is_signed=True)
+    other = packed_weight([(int8, shape[0])], shape)
+    expected = f"no tiles take rows in int8 of {shape[1]} columns"
+    assert reason(packed(model, {"layers.1.qkv.weight": other}), AS_STORED) == expected
+    (down,) = (one for one in parameters(model.spec) if one.name == "layers.1.down.weight")
+    beside = {down.name: quantized(model.weights[down.name], INT8, down)}
+    assert reason(packed(model, beside), AS_STORED) == "some weights are packed and others quantized"
+
+
+def test_fused_decode_declines_stored_int8_without_scratch_for_amax():
+    """A checkpoint may store what a scheme has, and no scheme is planned."""
+    model, _ = quantized_model("qwen3", WeightRecipe(INT8))
+    expected = "weights are quantized as the checkpoint stores them, and the plan has no scratch for their amax"
+    assert reason(model, AS_STORED) == expected
+
+
 def tensors(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
     """Every byte is set."""
     made = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
@@ -379,4 +446,22 @@ def test_fused_decode_with_real_kernels_matches_unfused(device, scheme, num_rows
     # A number between two codes may become either.
     between = 5e-3 if scheme is not None and scheme.quantizes_activations else ROUNDING
     assert off(fused=True) < 3 * off(fused=False) + between
+    assert exact.std() > 0.5, "errors are to be small beside it"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 3, 5])
+def test_fused_decode_packed_with_real_kernels_matches_unfused(device, num_rows):
+    """As exact as the ordinary way, whose products are the same tiles; and it runs in as many steps."""
+    model = packed(small(None))
+    exact = decode(make_rig(placed(model, torch.float32, CPU), fused=False), num_rows, 3)
+
+    def off(fused: bool) -> float:
+        rig = make_rig(
+            placed(model, torch.bfloat16, device), AS_STORED, fused, "triton_paged", "bfloat16", device=device
+        )
+        assert (rig.decoder.fused is not None) == fused
+        return float((decode(rig, num_rows, 3).cpu() - exact).square().mean().sqrt())
+
+    assert off(fused=True) < 3 * off(fused=False) + ROUNDING
     assert exact.std() > 0.5, "errors are to be small beside it"

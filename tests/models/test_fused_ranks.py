@@ -51,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "gpt_oss": {},
     "deepseek_v3": LATENT | {"qk_nope_head_dim": 48},
+    "qwen3_5": {"linear_value_head_dim": 16},
+    "qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64},
 }
 
 
@@ -153,7 +155,13 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, most: float = ROUNDIN
     assert float((found - wanted).abs().max()) < most
 
 
-QUICK = [("llama", 2, False), ("qwen2", 4, False), ("qwen3_moe", 2, True), ("deepseek_v3", 2, False)]
+QUICK = [
+    ("llama", 2, False),
+    ("qwen2", 4, False),
+    ("qwen3_moe", 2, True),
+    ("deepseek_v3", 2, False),
+    ("qwen3_next", 2, False),
+]
 MORE = [
     ("llama", 4, False),
     ("qwen2", 2, False),
@@ -167,6 +175,8 @@ MORE = [
     ("gpt_oss", 4, True),
     ("deepseek_v3", 2, True),
     ("deepseek_v3", 4, False),
+    ("qwen3_5", 2, False),
+    ("qwen3_next", 2, True),
 ]
 
 

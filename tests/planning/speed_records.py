@@ -36,12 +36,15 @@ TOO_FAST = frozenset({"DeepSeek-V2-Lite, bfloat16, prefill of 7992 tokens"})
 NOT_ENGINES: Mapping[str, str] = {
     "gpu-attention": "attention alone",
     "gpu-compressed-attention": "attention alone",
+    "gpu-lane-attention": "attention alone",
     "gpu-latent-attention": "attention alone",
     "gpu-near-attention": "attention alone",
     "gpu-prefill-attention": "attention alone",
+    "gpu-prefill-products": "parts of layers",
     "gpu-quantized-attention": "attention alone",
     "gpu-sparse-attention": "attention alone",
     "gpu-masks": "one kernel",
+    "gpu-state": "kernels of one layer",
     "gpu-exchange": "sums alone",
     "gpu-fused-ranks": "two layers, ranks that share one GPU",
     "gpu-ranks": "two layers, ranks that share one GPU",
@@ -204,6 +207,28 @@ def _shared_prompts(record: Row) -> Iterator[SpeedCase]:
         yield found._replace(prompt_rows=batch * prompt)
 
 
+PEER_CASES = import_module("gpu_peers").CASES
+
+
+def _peers(record: Row) -> Iterator[SpeedCase]:
+    """Our side alone. The findings of a case have the distinct experts of its batches, in their order."""
+    for row in record["results"]:
+        model, words, measure = row["measure"].split(", ", 2)
+        if row["unit"] != "tokens/s" or "holdfast" not in row["values"]:
+            continue
+        rate = row["values"]["holdfast"]
+        if found := re.fullmatch(r"prefill of (\d+) tokens", measure):
+            num_rows = int(found[1])
+            case = _case(record, row, model, WORDS[words], num_rows, num_rows, num_rows / rate)
+            yield case._replace(batch=1, prompt_rows=num_rows)
+            continue
+        batch = int(measure.removeprefix("decode, batch "))
+        own = (own["holdfast"] for key, own in record["findings"].items() if PEER_CASES[key][:2] == (model, words))
+        counted = {one["batch"]: one["measured"] for one in next(own)["distinct_experts"]}
+        found_case = _case(record, row, model, WORDS[words], batch, _context(record), rate)
+        yield found_case._replace(distinct_experts=counted.get(batch))
+
+
 READERS: Mapping[str, Callable[[Row], Iterator[SpeedCase]]] = {
     "gpu-decode": _decode,
     "gpu-quantized-kv": _quantized_kv,
@@ -212,6 +237,7 @@ READERS: Mapping[str, Callable[[Row], Iterator[SpeedCase]]] = {
     "gpu-quantized": _quantized,
     "gpu-groups": _groups,
     "gpu-latent": _groups,
+    "gpu-peers": _peers,
     "ngram": _ngram,
     "shared-prompts": _shared_prompts,
 }

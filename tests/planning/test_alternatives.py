@@ -390,6 +390,7 @@ def test_list_alternatives_joins_weights_with_other_changes() -> None:
         assert fit_runner(changed(wanted, item)).kv_tokens == item.kv_tokens >= 32768
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B"])
 @pytest.mark.parametrize("key", ["t4", "rtx3060", "v100-16g", "rtx4090", "h200"])
 def test_list_alternatives_never_offers_too_old_gpu(name: str, key: str) -> None:

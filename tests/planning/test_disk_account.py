@@ -19,6 +19,7 @@ from holdfast.planning.resolve import resolve
 from holdfast.planning.target import Target
 
 CPU = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a test")
+GPU = Target("cuda", "a GPU", 16 * GIB, 16 * GIB, GIB, "a test", capability=(9, 0))
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
 MATRICES = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
 """Shapes of a layer: the fused q, k and v; o; gate and up; down."""
@@ -80,8 +81,8 @@ def default() -> DeclaredModel:
     return open_declared(None)
 
 
-def account(declared: DeclaredModel, **options) -> DiskAccount:
-    found = disk_account(resolve(PlanRequest(EngineConfig(**options), declared, CPU)))
+def account(declared: DeclaredModel, target: Target = CPU, **options) -> DiskAccount:
+    found = disk_account(resolve(PlanRequest(EngineConfig(**options), declared, target)))
     assert found is not None
     return found
 
@@ -138,6 +139,23 @@ def test_disk_account_of_kept_blocks_matches_hand_count(default):
     parts = [(960 // 3, HIDDEN), (HIDDEN, HIDDEN // 3), (2 * INNER // 3, HIDDEN), (HIDDEN, INNER // 3)]
     own = LAYERS * sum(padded(rows * columns // 32 * 20) for rows, columns in parts)
     assert share.memory_bytes == own + padded(VOCAB // 3 * HIDDEN // 32 * 34) + norms
+
+
+def test_plan_on_a_gpu_keeps_blocks_beside_a_lane_of_pieces(default):
+    """Weights take the bytes of the file, and the lane has counters and the largest piece, here of the head."""
+    request = PlanRequest(EngineConfig(), default, GPU)
+    found = disk_account(resolve(request))
+    assert found is not None
+    assert found.reason == "121 of 121 packed weights stay as stored"
+    matrices = LAYERS * sum(padded(rows * columns // 32 * 20) for rows, columns in MATRICES)
+    head, norms = padded(VOCAB * HIDDEN // 32 * 34), NUM_NORMS * padded(2 * HIDDEN)
+    assert found.memory_bytes == matrices + head + norms
+    plan = plan_runner(request)
+    piece_rows = 2**24 // HIDDEN
+    lane = next(term for term in plan.memory.terms if term.owner == "workspace/packed")
+    assert lane.num_bytes == 16384 + padded(2 * piece_rows * HIDDEN) <= 64 * 2**20 + 16384
+    assert not plan.resolved.enforce_eager
+    assert account(default, GPU, **EXPANDED).memory_bytes == BYTES["bfloat16"]
 
 
 def test_stored_types_and_reasons(default):

@@ -142,7 +142,10 @@ def test_plan_ranks_indivisible_model_refused_in_one_line(options, name, words) 
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (4, 1), (8, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "num_stages"),
+    [(2, 1), (8, 1), (1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1), (2, 2)))],
+)
 def test_plan_ranks_of_v4_context_too_long_names_what_fits(size: int, num_stages: int) -> None:
     """The length that the error names is planned, and one block more is not."""
     model, reports = declared("DeepSeek-V4-Flash"), reports_of(*[H200] * (size * num_stages))

@@ -100,7 +100,7 @@ class Kept:
     ("kept", "words"),
     [
         ({"rows": (CacheRows("compressed", 2, 64, 4),)}, "keeps one row for 4 tokens (compressed)"),
-        ({"sequence_bytes": 4096}, "keeps a state of a sequence"),
+        ({"sequence_bytes": 4096}, "keeps sums of a sequence's tokens"),
     ],
 )
 def test_speculative_states_that_cannot_go_back_refused(kept, words: str) -> None:

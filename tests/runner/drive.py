@@ -143,8 +143,12 @@ class Rig:
         keeps_tokens: bool = False,
         index_dtype: str = "float32",
         num_snapshots: int = 4,
+        num_drafts: int = 0,
     ) -> None:
-        """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
+        """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one.
+
+        `num_drafts`: most draft tokens that states outside the pages have to forget.
+        """
         spec = model.spec
         self.model = model
         kv_format = ALL_KV_FORMATS[kv_dtype]
@@ -154,8 +158,10 @@ class Rig:
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         declaration = declaration_named(backend)
         if spec.state is not None:
-            declaration = HybridDeclaration(declaration, TorchStateDeclaration(), StateLayers(spec.state, dtype, "cpu"))
-        self.state_rule = None if spec.state is None else StateRule(num_snapshots=num_snapshots, snapshot_tokens=64)
+            own = StateLayers(spec.state, dtype, "cpu", num_drafts)
+            declaration = HybridDeclaration(declaration, TorchStateDeclaration(), own)
+        rule = StateRule(num_snapshots=num_snapshots, snapshot_tokens=64, num_drafts=num_drafts)
+        self.state_rule = None if spec.state is None else rule
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits
         self.storage = PageStorage(cache, num_pages, CPU, Ledger())
@@ -172,9 +178,8 @@ class Rig:
         parts = DecoderParts(spec, model.weights, self.backend, rope, self.workspace, scratch, dtype=dtype)
         self.decoder = (LayerStack if spec.compressed is None else CompressedDecoder)(parts)
         shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
-        self.buffers = BatchBuffers(
-            limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes, has_states=cache.has_states
-        )
+        kinds = {"has_states": cache.has_states, "has_drafts": num_drafts > 0}
+        self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes, **kinds)
         self.groups = cache.cache_groups()
         parts = (
             self.decoder,

@@ -91,6 +91,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+STATES = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+MODELS["states_wide"] = {**STATES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+MODELS["states_experts"] = {
+    **STATES,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+"""Tiny, and wide enough for the fused decode path."""
 MODELS["qwen3_wide"] = MODELS["qwen3"] | {"head_dim": 128}
 """Tiny, and wide enough for the fused decode path."""
 LATENT = {
@@ -198,6 +217,19 @@ MODELS["compressed_small"] = MODELS["compressed"] | {
     "index_topk": 5,
 }
 """Sizes that any GPU's kernels take."""
+MODELS["states"] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+"""Gated delta nets."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,
@@ -411,6 +443,33 @@ class CheckedReplays:
         assert same_bits(eager_RV, from_graph[0]), f"logits of {size=} {is_decode=} differ"
         assert torch.equal(sampler.argmax_S[:num_rows], from_graph[1]), f"argmax of {size=} {is_decode=} differ"
         self.sizes.append((size, is_decode))
+        return logits_RV
+
+
+class CheckedStates(CheckedReplays):
+    """A step adds its rows to states: they are put back before its kernels run once more, and compared behind them."""
+
+    def __init__(self, built: BuiltRunner, states: SequenceABC[torch.Tensor]) -> None:
+        super().__init__(built)
+        self._states = states
+
+    def _check(self, size: int, is_decode: bool) -> torch.Tensor:
+        before, replay = [state.clone() for state in self._states], self._replay
+        after: list[torch.Tensor] = []
+
+        def replay_and_put_back(size: int, is_decode: bool) -> torch.Tensor:
+            logits_RV = replay(size, is_decode)
+            after.extend(state.clone() for state in self._states)
+            for state, old in zip(self._states, before, strict=True):
+                state.copy_(old)
+            return logits_RV
+
+        self._replay = replay_and_put_back
+        try:
+            logits_RV = super()._check(size, is_decode)
+        finally:
+            self._replay = replay
+        assert all(same_bits(*pair) for pair in zip(self._states, after, strict=True)), f"states of {size=} differ"
         return logits_RV
 
 

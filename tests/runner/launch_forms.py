@@ -151,8 +151,8 @@ def recorded_runner(
             monkeypatch.setattr(
                 assembly,
                 "BatchBuffers",
-                lambda limits, device, ledger, is_shared, shapes, has_states: BatchBuffers(
-                    limits, device, ledger, is_shared=False, shapes=shapes, has_states=has_states
+                lambda limits, device, ledger, is_shared, **kinds: BatchBuffers(
+                    limits, device, ledger, is_shared=False, **kinds
                 ),
             )
             monkeypatch.setattr(assembly, "HostSampler", _device_sampler)

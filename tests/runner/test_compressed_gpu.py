@@ -12,7 +12,7 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, Sequence
 from holdfast.runner.build import BuiltRunner
 from kernels.exactness import same_bits
-from runner.gpu_traffic import CheckedReplays, Known, build_dummy, recorded, traffic
+from runner.gpu_traffic import CheckedStates, Known, build_dummy, recorded, traffic
 from runner.tiny_runners import held_storages
 
 pytestmark = pytest.mark.gpu
@@ -48,33 +48,6 @@ def states_of(built: BuiltRunner) -> list[torch.Tensor]:
 def held_pages(one: Known) -> list[int]:
     """For all groups."""
     return [page for table in one.sequence.tables for page in table if page != HOLE]
-
-
-class CheckedStates(CheckedReplays):
-    """A step adds its rows to states: they are put back before its kernels run once more, and compared behind them."""
-
-    def __init__(self, built: BuiltRunner) -> None:
-        super().__init__(built)
-        self._states = states_of(built)
-
-    def _check(self, size: int, is_decode: bool) -> torch.Tensor:
-        before, replay = [state.clone() for state in self._states], self._replay
-        after: list[torch.Tensor] = []
-
-        def replay_and_put_back(size: int, is_decode: bool) -> torch.Tensor:
-            logits_RV = replay(size, is_decode)
-            after.extend(state.clone() for state in self._states)
-            for state, old in zip(self._states, before, strict=True):
-                state.copy_(old)
-            return logits_RV
-
-        self._replay = replay_and_put_back
-        try:
-            logits_RV = super()._check(size, is_decode)
-        finally:
-            self._replay = replay
-        assert all(same_bits(*pair) for pair in zip(self._states, after, strict=True)), f"states of {size=} differ"
-        return logits_RV
 
 
 class Stage:
@@ -150,7 +123,7 @@ class Stage:
 @pytest.mark.parametrize(("name", "kv_format"), MODES)
 def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
-    stage, checked = Stage(built), CheckedStates(built)
+    stage, checked = Stage(built), CheckedStates(built, states_of(built))
     longest = built.runner.limits.max_model_len
     places = held_storages(built.runner)
     first = stage.decode([3, 2])
@@ -170,7 +143,7 @@ def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
 @pytest.mark.parametrize(("name", "kv_format"), MODES)
 def test_graph_replay_equals_eager_kernels_to_the_bit(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
-    checked = CheckedStates(built)
+    checked = CheckedStates(built, states_of(built))
     for step in traffic(built).steps(100):
         built.runner.execute(step)
     assert {(size, True) for size in (1, 2, 4, 8)} <= set(checked.sizes)

@@ -10,6 +10,7 @@ from holdfast.cache.chunks import ChunkShape, chunk_shapes
 from holdfast.cache.compressed import compressed_cache
 from holdfast.config import Limits
 from holdfast.errors import MessageError
+from holdfast.kernels.state.state_rows import DRAFT
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import batch_terms
 from holdfast.quant.formats import KV_FORMATS
@@ -153,3 +154,27 @@ def test_decode_step_more_stored_than_tokens_is_refused() -> None:
     frame = encode_step(step_of(70, 66))
     with pytest.raises(MessageError):
         decode_step(frame)
+
+
+def test_drafts_and_what_was_accepted_are_marked() -> None:
+    """Padding is neither, and what an earlier step left is overwritten."""
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, page_tokens=16)
+    ledger = Ledger()
+    buffers = BatchBuffers(limits, CPU, ledger, is_shared=True, has_states=True, has_drafts=True)
+    assert {"inputs/states", "inputs/drafts"} <= {entry.owner for entry in ledger}
+    terms = batch_terms(limits, has_states=True, has_drafts=True)
+    assert {entry.owner: entry.num_bytes for entry in ledger} == {term.owner: term.num_bytes for term in terms}
+    buffers.inputs.host[:] = 77
+    sequences = [Sequence(n, [1] * 20, 8, SamplingParams(), 0, 40, slot=n, tables=[[n]]) for n in range(4)]
+    items = (
+        ScheduledSequence(sequences[2], 19, 3, True, (5, 6), None, 4),
+        ScheduledSequence(sequences[0], 0, 4, False),
+        ScheduledSequence(sequences[1], 19, 1, True, (), None, 1),
+        ScheduledSequence(sequences[3], 19, 2, True, (7,)),
+    )
+    for one in sequences:
+        one.tables = [[one.slot, one.slot + 4]]
+    batch = buffers.fill(LiveStep(items), [0], num_padded_rows=12)
+    assert batch.drafts_T is not None
+    assert batch.drafts_T.tolist() == [4, DRAFT, DRAFT, 0, 0, 0, 0, 1, 0, DRAFT, -1, -1]
+    assert [own.num_drafts for own in batch.sequences] == [2, 0, 0, 1]

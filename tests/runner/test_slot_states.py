@@ -1,5 +1,6 @@
 """Slots with states outside the pages: where a sequence begins, how its rows are cut, and which snapshots are copied."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from holdfast.cache.states import StateRule
 from holdfast.config import Limits
 from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import SequenceResult, StepResult
 from holdfast.request.step import Admitted, Step, StepItem
 from holdfast.runner.slots import Slots
 
@@ -21,7 +23,7 @@ PAGES = (tuple(range(10)),)
 
 
 def make_slots(rule: StateRule | None = RULE) -> Slots:
-    return Slots(LIMITS, (CacheGroup("whole context", 4),), 40, 100, rule)
+    return Slots(replace(LIMITS, max_sampled_rows=8), (CacheGroup("whole context", 4),), 40, 100, rule)
 
 
 def step(start: int, num_new: int, *, number: int = 1, num_prompt: int = 25, first: bool = True, **fields: Any) -> Step:
@@ -107,3 +109,51 @@ def test_two_sequences_for_one_snapshot_are_refused() -> None:
                 slots.accept(Step(1, (), admitted, items))
         else:
             slots.accept(Step(1, (), admitted, items))
+
+
+def decode(start: int, *drafts: int, number: int, slot: int = 0) -> Step:
+    return Step(number, (), (), (StepItem(slot, start, 1 + len(drafts), True, (), drafts),))
+
+
+def chosen(*tokens: int) -> StepResult:
+    return StepResult((SequenceResult(tokens),))
+
+
+def with_drafts() -> Slots:
+    """A sequence of 33 tokens that is computed up to the last one."""
+    slots = make_slots(StateRule(grid=8, num_snapshots=3, num_drafts=3))
+    for number, (start, num_new) in enumerate([(0, 24), *((24 + nth, 1) for nth in range(8))], 1):
+        slots.book(slots.accept(step(start, num_new, number=number, first=number == 1)), chosen())
+    return slots
+
+
+@pytest.mark.parametrize("num_accepted", range(4))
+def test_next_step_applies_the_draft_tokens_that_were_accepted(num_accepted: int) -> None:
+    """Once: the step after it has all of them in its state."""
+    slots, drafts = with_drafts(), (50, 51, 52)
+    live = slots.accept(decode(32, *drafts, number=10))
+    assert live.scheduled[0].num_accepted == 0
+    slots.book(live, chosen(*drafts[:num_accepted], 60))
+    start = 33 + num_accepted
+    for number, expected in ((11, num_accepted), (12, 0)):
+        live = slots.accept(decode(start, number=number))
+        assert live.scheduled[0].num_accepted == expected
+        slots.book(live, chosen(61))
+        start += 1
+
+
+def test_sequence_that_takes_a_slot_again_has_accepted_nothing() -> None:
+    slots = with_drafts()
+    slots.book(slots.accept(decode(32, 50, 51, number=10)), chosen(50, 51, 60))
+    again = Admitted(0, 7, (*TOKENS, 50, 51, 60), 25, SamplingParams(), seed=1)
+    live = slots.accept(Step(11, (0,), (again,), (StepItem(0, 0, 24, False, PAGES),)))
+    assert live.scheduled[0].num_accepted == 0
+
+
+@pytest.mark.parametrize("drafts", [(50,) * 4, (50,) * 6], ids=len)
+def test_more_draft_tokens_than_a_slot_keeps_are_refused(drafts: tuple[int, ...]) -> None:
+    slots = with_drafts()
+    with raises_code("runner.bad_step", MessageError) as caught:
+        slots.accept(decode(32, *drafts, number=10))
+    assert "its slot keeps 3" in str(caught.value)
+    slots.accept(decode(32, *drafts[:3], number=10))

@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "codes": {"kv_cache_dtype": "turboquant_k8v4", "page_tokens": None},
     "near": {"kv_cache_dtype": "turboquant_3bit_nc", "kv_near_tokens": 64, "page_tokens": None},
     "weights": {"quantization": "int8"},
+    "draft tokens": {"speculative": "ngram:3"},
 }
 
 
@@ -60,7 +61,7 @@ def test_plan_ledger_and_memory_agree_to_the_byte(tmp_path: Path, settings: str)
         assert {"kv state/conv", "kv state/recurrent", "inputs/states", "states/lists"} <= held.keys()
         assert built.plan.memory.kv_bytes <= kv_bytes <= built.plan.memory.kv_bytes + padding_bytes
         (mask_bytes,) = (term.num_bytes for term in built.plan.memory.terms if term.owner == "sampling/masks")
-        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs + mask_bytes
+        own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.sampled_rows + mask_bytes
         assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
         built.release()
 
@@ -87,6 +88,27 @@ def test_largest_step_stays_within_terms(tmp_path: Path, name: str) -> None:
         with PeakBytes(set(held_storages(built.runner))) as live:
             built.runner.execute(step)
         assert live.peak <= allowed + others + terms["states/rows"], f"{lengths=}"
+
+
+def test_step_with_draft_tokens_stays_within_terms(tmp_path: Path) -> None:
+    """Every sequence has as many as there can be, and replays as many."""
+    require_native()
+    built = build(tmp_path, speculative="ngram:3")
+    terms = {term.owner: term.num_bytes for term in built.plan.memory.terms}
+    allowed = sum(term.num_bytes for term in built.plan.memory.terms if term.group == "sampling")
+    others = 4 * 4 * 32 * 12 + 4 * 4 * 200
+    params, first, items = SamplingParams(temperature=0.0), 0, []
+    for slot in range(3):
+        item = scheduled(built, slot, 40, params, first)
+        item.sequence.slot = slot
+        first += sum(map(len, item.sequence.tables))
+        items.append(item._replace(start=36, num_new_tokens=4, proposals=(5, 6, 7), num_accepted=3))
+    step = LiveStep(tuple(items))
+    built.runner.execute(step)
+    gc.collect()
+    with PeakBytes(set(held_storages(built.runner))) as live:
+        built.runner.execute(step)
+    assert live.peak <= allowed + others + terms["states/rows"]
 
 
 def test_pages_hold_layers_that_attend_alone(tmp_path: Path) -> None:
@@ -134,10 +156,17 @@ def test_short_steps_are_refused(tmp_path: Path) -> None:
         build(tmp_path, max_num_batched_tokens=63)
 
 
-def test_draft_tokens_are_refused(tmp_path: Path) -> None:
-    with raises_code("plan.no_draft_tokens", ConfigError) as caught:
-        build(tmp_path, speculative="ngram:3")
-    assert "keeps a state of a sequence" in caught.value.values["reason"]
+def test_draft_tokens_have_their_own_lines(tmp_path: Path) -> None:
+    """Snapshots keep none of them."""
+    plain, drafted = build(tmp_path), build(tmp_path, speculative="ngram:3")
+    before, after = ({term.owner: term for term in one.plan.memory.terms} for one in (plain, drafted))
+    assert {"states/drafts", "inputs/drafts"} == after.keys() - before.keys()
+    channels, seqs, layers = 2 * 2 * 16 + 4 * 24, 3, 3
+    assert after["states/drafts"].num_bytes == layers * seqs * 4 * (3 * channels + 7 * 2 * 4)
+    for owner in ("kv state/conv", "kv state/recurrent"):
+        assert after[owner].num_bytes == before[owner].num_bytes
+    assert drafted.plan.state_rule is not None
+    assert drafted.plan.state_rule.num_drafts == 3
 
 
 @pytest.mark.parametrize("given", [2, "0,", "1,3"])

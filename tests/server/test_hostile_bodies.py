@@ -39,30 +39,39 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
 
 
 @for_each(
-    "model, value, param",
+    "model, make_value, param",
     [
-        (CompletionRequest, {"prompt": [1, *(["a"] * MANY)]}, "prompt[1]"),
-        (CompletionRequest, {"prompt": [[1], *([[1.5]] * MANY)]}, "prompt[1][0]"),
-        (CompletionRequest, {"prompt": [-1] * MANY}, "prompt[0]"),
-        (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["x"] * MANY}, "allowed_token_ids[0]"),
-        (DetokenizeRequest, {"tokens": [None] * MANY}, "tokens[0]"),
-        (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [{"type": "text"}] * 50}] * 4000}, None),
-        (ChatCompletionRequest, {"messages": [MESSAGE], **{f"unknown{at}": 1 for at in range(MANY)}}, "unknown0"),
-        (ResponseRequest, {"input": [{"role": "user"}] * 4000}, "input[0].content"),
-        (MessageRequest, {"messages": [{"role": "user", "content": [{"type": "image"}] * 50}] * 4000}, None),
-        (MessageRequest, {"messages": [MESSAGE], **{f"max_token{at}": 1 for at in range(MANY)}}, "max_token0"),
-        (OllamaChatRequest, {"messages": [{"role": "alien"}] * 4000}, "messages[0].role"),
-        (OllamaChatRequest, {"messages": [], "options": {f"top_kk{at}": 1 for at in range(MANY)}, "think": 1}, None),
-        (EmbeddingRequest, {"input": [1, *(["a"] * MANY)]}, "input[1]"),
-        (EmbeddingRequest, {"input": [[1], *([[1.5]] * 2000)]}, "input[1][0]"),
-        (EmbeddingRequest, {"input": ["a"] * MANY}, "input"),
-        (RerankRequest, {"query": "a", "documents": [{"text": 5}] * 2000}, "documents[0].text"),
-        (RerankRequest, {"query": "a", "documents": [None] * MANY}, None),
-        (ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}, None),
-        (OllamaEmbedRequest, {"model": "m", "input": [1] * MANY}, None),
+        (CompletionRequest, lambda: {"prompt": [1, *(["a"] * MANY)]}, "prompt[1]"),
+        (CompletionRequest, lambda: {"prompt": [[1], *([[1.5]] * MANY)]}, "prompt[1][0]"),
+        (CompletionRequest, lambda: {"prompt": [-1] * MANY}, "prompt[0]"),
+        (CompletionRequest, lambda: {"prompt": "a", "allowed_token_ids": ["x"] * MANY}, "allowed_token_ids[0]"),
+        (DetokenizeRequest, lambda: {"tokens": [None] * MANY}, "tokens[0]"),
+        (ChatCompletionRequest, lambda: {"messages": [{**MESSAGE, "content": [{"type": "text"}] * 50}] * 4000}, None),
+        (
+            ChatCompletionRequest,
+            lambda: {"messages": [MESSAGE], **{f"unknown{at}": 1 for at in range(MANY)}},
+            "unknown0",
+        ),
+        (ResponseRequest, lambda: {"input": [{"role": "user"}] * 4000}, "input[0].content"),
+        (MessageRequest, lambda: {"messages": [{"role": "user", "content": [{"type": "image"}] * 50}] * 4000}, None),
+        (MessageRequest, lambda: {"messages": [MESSAGE], **{f"max_token{at}": 1 for at in range(MANY)}}, "max_token0"),
+        (OllamaChatRequest, lambda: {"messages": [{"role": "alien"}] * 4000}, "messages[0].role"),
+        (
+            OllamaChatRequest,
+            lambda: {"messages": [], "options": {f"top_kk{at}": 1 for at in range(MANY)}, "think": 1},
+            None,
+        ),
+        (EmbeddingRequest, lambda: {"input": [1, *(["a"] * MANY)]}, "input[1]"),
+        (EmbeddingRequest, lambda: {"input": [[1], *([[1.5]] * 2000)]}, "input[1][0]"),
+        (EmbeddingRequest, lambda: {"input": ["a"] * MANY}, "input"),
+        (RerankRequest, lambda: {"query": "a", "documents": [{"text": 5}] * 2000}, "documents[0].text"),
+        (RerankRequest, lambda: {"query": "a", "documents": [None] * MANY}, None),
+        (ScoreRequest, lambda: {"text_1": "a", "text_2": [1] * MANY}, None),
+        (OllamaEmbedRequest, lambda: {"model": "m", "input": [1] * MANY}, None),
     ],
 )
-def test_fault_of_a_body_with_many_faults_is_fast(model, value, param) -> None:
+def test_fault_of_a_body_with_many_faults_is_fast(model, make_value, param) -> None:
+    value = make_value()
     started = time.process_time()
     found = fault_of(model, value)
     assert time.process_time() - started < CPU_SECONDS

@@ -151,6 +151,7 @@ SPLITS = {
     "smollm": ["ab", " cd", "1", "2", "3", "4", "5", "  ", " x", "\n\n"],
     "llama-bpe": ["ab", " cd", "123", "45", "  ", " x", "\n\n"],
     "qwen2": ["ab", " cd", "1", "2", "3", "4", "5", "  ", " x", "\n\n"],
+    "qwen35": ["ab", " cd", "1", "2", "3", "4", "5", "  ", " x", "\n\n"],
     "tekken": ["ab", " cd", "1", "2", "3", "4", "5", "  ", " x", "\n\n"],
 }
 
@@ -178,6 +179,21 @@ def test_pre_tokenizer_patterns_split_as_in_transformers(pre):
     ours = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre].split), behavior="isolated")
     for text in [*NASTY_TEXTS.values(), *random_texts(300), "I'LL ABCdef/ghi//\n Ǆ'S"]:
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_pre_tokenizer_qwen35_keeps_marks_with_their_letters():
+    """Qwen3.5 splits as transformers' tokenizer of it does; Qwen2 cuts words at vowel signs."""
+    from tokenizers import Regex, pre_tokenizers
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    theirs = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    ours, older = (
+        pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre].split), behavior="isolated") for pre in ("qwen35", "qwen2")
+    )
+    hindi = "\u0939\u093f\u0928\u094d\u0926\u0940 \u092e\u0947\u0902"
+    for text in [*NASTY_TEXTS.values(), *random_texts(300), hindi]:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    assert [len(one.pre_tokenize_str(hindi)) for one in (ours, older)] == [2, 6]
 
 
 def test_tokenizer_from_gguf_whole_tokens_follow_llama_cpp():

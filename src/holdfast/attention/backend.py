@@ -37,6 +37,8 @@ class SequenceRows(NamedTuple):
     """True for rows of the prompt; not set for single rows of LogitRows."""
     place: int = -1
     """Place of its state; -1 without one, and not set for single rows of LogitRows."""
+    num_drafts: int = 0
+    """Draft tokens among its rows, the last ones; not set for single rows of LogitRows."""
 
     @property
     def end(self) -> int:
@@ -70,6 +72,9 @@ class Batch:
     Entries after the newest chunk, or before a window, name an arbitrary chunk."""
     states_T: torch.Tensor | None = None
     """int64: state index of each row's sequence (cache/storage.py), -1 for padding; None without states."""
+    drafts_T: torch.Tensor | None = None
+    """int64: which rows are draft tokens that states must not keep (kernels/state/state_rows.py); None without states or
+    draft tokens."""
 
     @property
     def num_rows(self) -> int:

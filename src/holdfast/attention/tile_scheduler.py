@@ -46,8 +46,8 @@ class StepRows(NamedTuple):
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":
         """Make columns of these sequences."""
-        columns = zip(*sequences, strict=True) if sequences else ((),) * 7
-        row_start, count, start, _, table_row, is_prompt, _ = columns
+        columns = zip(*sequences, strict=True) if sequences else ((),) * len(SequenceRows._fields)
+        row_start, count, start, _, table_row, is_prompt, *_ = columns
         columns_4N = np.array((table_row, row_start, count, start), dtype=np.int64)
         return cls(columns_4N, num_rows, np.array(is_prompt, dtype=np.bool_))
 

@@ -30,11 +30,14 @@ class StateRule:
     """Places of snapshots; 0: no prefix can hit."""
     snapshot_tokens: int = SNAPSHOT_TOKENS
     """Tokens between two snapshots of a long prompt."""
+    num_drafts: int = 0
+    """Most draft tokens of a sequence in a step: slots keep what follows from as many."""
 
     def __post_init__(self) -> None:
         assert self.grid >= 2, f"{self.grid=} leaves no piece to the chunk kernel"
         assert self.num_snapshots >= 0, f"{self.num_snapshots=}"
         assert self.snapshot_tokens >= 1, f"{self.snapshot_tokens=}"
+        assert self.num_drafts >= 0, f"{self.num_drafts=}"
 
     def piece(self, start: int, num_prompt_tokens: int, most: int) -> int:
         """Return the rows of the next piece of a sequence: at most `most`, or 0 if these are too few for a piece.

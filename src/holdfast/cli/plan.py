@@ -14,6 +14,7 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.declared import declare_file, open_declared
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
+from holdfast.loading.release_names import find_release
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
@@ -192,9 +193,16 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     advice = "pass the file or the folder for what it holds"
     if stored is not None and stored.scheme and scheme is None:
         advice = f"add --quantization {stored.scheme} for about as few bits, or {advice}"
-    planned = f"{request.declared.name} is planned with weights in {resolved.dtype if scheme is None else scheme.name}"
+    weights = resolved.dtype if scheme is None else scheme.name
+    release = find_release(options.model) if request.declared.release and scheme is None else None
+    if release is not None:
+        weights = f"{release.title}, {'as llama.cpp mixes it' if release.mix else 'with the usual settings'}"
+        advice = "pass the file or the folder for what it holds"
+    planned = f"{request.declared.name} is planned with weights in {weights}"
     if not unread:
         assert stored is not None, "a name that says nothing has no note"
+        if release is not None:
+            return (*notes, f"{planned}, from the catalogue's figures: {advice}")
         return (*notes, f"{planned}, not {stored.word}: {advice}")
     was = "was" if len(unread) == 1 else "were"
     return (*notes, f"{planned}, from the catalogue's figures; {' and '.join(unread)} {was} not checked: {advice}")

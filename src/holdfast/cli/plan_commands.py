@@ -146,7 +146,10 @@ def _model_arguments(request: PlanRequest, model: str | None) -> list[str]:
         return []
     # The name may be a release with fewer bits than the catalogue's.
     is_other = stored_as(model) is not None and request.declared.name in (*CATALOGUE, *SAME)
+    is_other &= not request.declared.release
     is_here = Path(model).expanduser().exists() or locate_config(model, request.config.revision) is not None
     if is_here or (parse_hub_name(model) is not None and not is_other):
         return [model]
+    if request.declared.release:
+        return [f"path/to/{request.declared.name}-{request.declared.release}"]
     return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]

@@ -40,7 +40,9 @@ NEVER_SMALL = ("weights", KV_OWNER)
 def summary_of(request: PlanRequest, resolved: Resolved) -> str:
     """Describe what is planned on one line."""
     limits, ranks, recipe = resolved.limits, request.mesh.num_ranks, resolved.recipe
-    weights = resolved.dtype if recipe.scheme is None else recipe.scheme.name
+    weights = f"in {resolved.dtype if recipe.scheme is None else recipe.scheme.name}"
+    if request.declared.packed and resolved.packed_account.num_kept:
+        weights = f"in {request.declared.release}" if request.declared.release else "as stored"
     if recipe.expert_scheme is not None:
         weights += f" and {recipe.expert_scheme.name}"
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
@@ -51,7 +53,7 @@ def summary_of(request: PlanRequest, resolved: Resolved) -> str:
     step = "1 token" if limits.max_num_batched_tokens == 1 else f"{limits.max_num_batched_tokens:,} tokens"
     return (
         f"{printable(request.declared.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {weights}, KV pages in {format_text(request, resolved)}, context {context}, {sequences}, "
+        f"weights {weights}, KV pages in {format_text(request, resolved)}, context {context}, {sequences}, "
         f"{step} a step"
     )
 

@@ -163,7 +163,8 @@ class EngineCore:
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
-        assert proposer is None or scheduler.state_rule is None, "proposals cannot be taken out of a state"
+        rule = scheduler.state_rule
+        assert proposer is None or rule is None or proposer.num_proposals <= rule.num_drafts, f"{proposer=} {rule=}"
         limits = runner.limits
         self.facts = CoreFacts(
             limits,

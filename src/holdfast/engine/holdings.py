@@ -22,7 +22,7 @@ class Holdings:
     `prefix_root`: random bytes, so that clients cannot predict the names of cached pages.
     `num_stages`: stages of a pipeline, and steps in flight with different sequences.
     `is_invariant`: a row is computed alike in every batch; excludes draft tokens.
-    `state_rule`: how prompts are cut if the model has states outside the pages; excludes draft tokens.
+    `state_rule`: how prompts are cut if the model has states outside the pages.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Holdings:
         self._needs = PageNeeds(limits, num_pages, self.groups)
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
         self._has_states = state_rule is not None or any(group.has_state for group in self.groups)
+        self._can_guess = not any(group.has_state for group in self.groups)
         self.tokens_again = tokens_again(self.groups)
         self._queues = Queues()
         self._slots = SlotPool(limits.max_num_seqs)

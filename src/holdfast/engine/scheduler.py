@@ -53,7 +53,8 @@ enough for what they saw the first time. For the page rules below the sequence i
 
 **States outside pages** (cache/states.py). A state of all tokens restarts only at the first one. Its slot has it, or a
 snapshot at the end of a block. Kernels give the same bits for every cut at a multiple of the grid. So a step holds for
-a sequence a piece of its prompt between two such places, a last row alone on its chunk, or one row after the prompt.
+a sequence a piece of its prompt between two such places, a last row alone on its chunk, or one row after the prompt. Draft
+tokens may follow a single row: states keep what precedes them, and the next step applies those that were accepted.
 Only pages of prompts are cached and found, and a hit ends with a snapshot. A piece is cut where one is taken: at the
 prompt's last whole block, where the cached pages ended on which the sequence could not start, where the next one in the
 queue differs, and every `snapshot_tokens`. A step that is certain gives the snapshot a place. A later step may start on
@@ -157,8 +158,8 @@ class Scheduler(Holdings):
         if self._short is not None and not self.serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self.stage_share()
-        assert propose is None or not self.has_unlike_rows, "rows of draft tokens would be computed together"
-        guesses = None if propose is None or self._has_states else Guesses(propose, self.spare_rows())
+        assert propose is None or not self.is_invariant, "rows of draft tokens would be computed together"
+        guesses = Guesses(propose, self.spare_rows()) if propose is not None and self._can_guess else None
         for num_before, sequence in enumerate(running):
             # Victims are the last: every sequence after the first victim is one too, and none before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
@@ -464,6 +465,8 @@ class Scheduler(Holdings):
         """Return draft tokens after the last token: at most `most`, on unclaimed pages."""
         track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
         most = min(most, guesses.num_rows, track.longest - num_tokens)
+        if self.state_rule is not None:
+            most = min(most, self.state_rule.num_drafts)
         if self._windows:
             most = min(most, self.most_ahead(sequence) - 1)
         if most <= 0:

@@ -46,7 +46,7 @@ def build_backend(
     """Build the backend of a declaration; `specs` are those of its family."""
     if isinstance(declaration, HybridDeclaration):
         assert inputs.states is not None, f"{declaration.name} has no states"
-        states = StateBackend(inputs.states, inputs.bounds, inputs.states.device)
+        states = StateBackend(inputs.states, inputs.bounds, declaration.layers, inputs.states.device)
         return HybridAttention(declaration.name, build_backend(declaration.attention, specs, storage, inputs), states)
     name, machine = declaration.name, (inputs.bounds, inputs.num_sms)
     names = "k_means", "key_biases", "sinks", "pair_scales"

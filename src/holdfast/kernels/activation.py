@@ -29,6 +29,9 @@ NUM_WARPS = 8
 """A thread loads 16 bytes each of gate and up: a full multiprocessor has 64 KiB in flight, and one row of 25,600 columns
 still spreads over 13 of them."""
 
+LOG2_E = kernel_constant(1.4426950408889634)
+EXP2_ASM = kernel_constant("ex2.approx.ftz.f32 $0, $1;")
+
 
 def activate_reference(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     """Apply an activation, into `out_TI` if given, which may be x itself. Rows may be strided."""
@@ -76,6 +79,20 @@ def _activate_kernel(p_x, p_y, x_stride, y_stride, size, KIND: constexpr, NUM_BL
     m_i = o_i < size
     b_x = tl.load(p_x + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     tl.store(p_y + i_row * y_stride + o_i, activated_numbers(b_x, KIND).to(p_y.dtype.element_ty), mask=m_i)
+
+
+@jit
+def gated_columns(b_gate, b_up, KIND: constexpr, LIMIT: constexpr, PLAIN: constexpr):
+    """Return what `gate_mul` rounds, to the bit."""
+    if LIMIT > 0:
+        b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
+    if KIND == "silu" and not PLAIN:
+        # Like tl.sigmoid, whose exponential also scales results below 2^-126: 1 is added to them here.
+        b_power = tl.inline_asm_elementwise(EXP2_ASM, "=f,f", [b_gate * -LOG2_E], tl.float32, is_pure=True, pack=1)
+        b_y = b_gate * (1.0 / (1.0 + b_power)) * b_up
+    else:
+        b_y = activated_numbers(b_gate, KIND) * b_up
+    return b_y
 
 
 @jit
@@ -193,7 +210,8 @@ def _gate_mul_kernel(
         p_row_scales = p_scales + i_row * scale_stride + (first // GROUP) * group_stride
         p_row_codes = p_codes + i_row * code_stride + o_i
         b_y = tl.where(m_i, b_y.to(tl.float32), 0.0)
-        store_coded_groups(p_row_codes, p_row_scales, b_y, m_i, group_stride, size - first, GROUP, PLAIN)
+        IS_HALF: constexpr = p_y.dtype.element_ty.primitive_bitwidth == 16
+        store_coded_groups(p_row_codes, p_row_scales, b_y, m_i, group_stride, size - first, GROUP, PLAIN, IS_HALF)
 
 
 SWIGLU_ALPHA = 1.702

@@ -18,6 +18,8 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 BLOCK_COLUMNS = 128
 """Columns of a row that share a scale if it has several: as many as in a block of an fp8_block weight."""
+E4M3_PAIR_ASM = kernel_constant("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
+BFLOAT16_PAIR_ASM = kernel_constant("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @jit
@@ -285,10 +287,24 @@ def e4m3_of(b_x):
 
 
 @jit
-def e4m3_quotients(b_x, scale, PLAIN: constexpr):
-    """Return `e4m3_of` of the rounded x / scale as uint8. Scales are at least 2^-18 or NaN; |x| is at most 448 times them."""
+def e4m3_quotients(b_x, scale, PLAIN: constexpr, IS_HALF: constexpr = False):
+    """Return `e4m3_of` of the rounded x / scale as uint8. Scales are at least 2^-18 or NaN; |x| is at most 448 times them.
+
+    If IS_HALF, x are numbers of a 16-bit type, and the scales `e4m3_scale` of the largest of them.
+    """
     if PLAIN:
         b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + scale)).to(tl.uint8)
+    else:
+        b_codes = _e4m3_near(b_x, scale, IS_HALF).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return b_codes
+
+
+@jit
+def _e4m3_near(b_x, scale, IS_HALF: constexpr):
+    """Return numbers with the e4m3 codes of the rounded x / scale, without a division for each."""
+    if IS_HALF:
+        inverse, rest = inverse_parts(scale)
+        b_quotient = tl.fma(b_x, tl.zeros_like(b_x) + inverse, b_x * rest)
     else:
         # A division is many instructions, and a call if x is zero. A product with the rounded inverse, corrected twice by
         # its remainder, is the rounded quotient; below 2^-100 it may not be, but its code is zero anyway.
@@ -298,20 +314,67 @@ def e4m3_quotients(b_x, scale, PLAIN: constexpr):
         b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
         # A zero remainder would drop the sign of -0.
         b_quotient = tl.where(b_quotient == 0, b_product, b_quotient)
-        b_codes = b_quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return b_codes
+    return b_quotient
+
+
+@jit
+def inverse_parts(scale):
+    """Return 1 / scale rounded down, and the rest: x times their sum gives 16-bit x the e4m3 codes of x / scale.
+
+    A rest below zero would drop the sign of -0. Every bfloat16 below every amax was tried (docs/log.md).
+    """
+    inverse = tl.div_rn(scale * 0 + 1.0, scale)
+    is_above = tl.fma(-inverse, scale, 1.0) < 0
+    inverse = tl.where(is_above, (inverse.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), inverse)
+    return inverse, tl.fma(-inverse, scale, 1.0) * inverse
+
+
+@jit
+def e4m3_words(b_low, b_high, scale, PLAIN: constexpr):
+    """Like `e4m3_quotients` of two numbers of a 16-bit type, as the bytes of int16."""
+    if PLAIN:
+        b_first = e4m3_quotients(b_low, scale, PLAIN).to(tl.int32)
+        b_words = (b_first | e4m3_quotients(b_high, scale, PLAIN).to(tl.int32) << 8).to(tl.int16)
+    else:
+        b_near = [_e4m3_near(b_low, scale, True), _e4m3_near(b_high, scale, True)]
+        b_words = tl.inline_asm_elementwise(E4M3_PAIR_ASM, "=h,f,f", b_near, dtype=tl.int16, is_pure=True, pack=1)
+    return b_words
+
+
+@jit
+def low_bfloat16(b_words):
+    """Return the float32 value of the first bfloat16 of int32 words."""
+    return (b_words << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def high_bfloat16(b_words):
+    """Return the float32 value of the second bfloat16 of int32 words."""
+    return (b_words & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def bfloat16_words(b_low, b_high, PLAIN: constexpr):
+    """Round two numbers to the nearest even bfloat16; return both in an int32."""
+    if PLAIN:
+        b_words = bfloat16_bits(b_low).to(tl.int32) & 0xFFFF | bfloat16_bits(b_high).to(tl.int32) << 16
+    else:
+        b_words = tl.inline_asm_elementwise(
+            BFLOAT16_PAIR_ASM, "=r,f,f", [b_low, b_high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return b_words
 
 
 @jit
 def store_coded_groups(
-    p_codes, p_scales, b_y, m_y, group_stride, size, GROUP: constexpr, PLAIN: constexpr
+    p_codes, p_scales, b_y, m_y, group_stride, size, GROUP: constexpr, PLAIN: constexpr, IS_HALF: constexpr = False
 ):  # fmt: skip
     """Store numbers of a row as e4m3 codes, with a scale for every group of columns; `m_y` masks codes."""
     BLOCK: constexpr = b_y.shape[0]
     o_g = tl.arange(0, BLOCK // GROUP)
     b_groups = tl.reshape(b_y, (BLOCK // GROUP, GROUP))
     b_scale = e4m3_scale(tl.max(size_bits(b_groups), axis=1))
-    b_codes = e4m3_quotients(b_groups, tl.broadcast_to(b_scale[:, None], (BLOCK // GROUP, GROUP)), PLAIN)
+    b_codes = e4m3_quotients(b_groups, tl.broadcast_to(b_scale[:, None], (BLOCK // GROUP, GROUP)), PLAIN, IS_HALF)
     tl.store(p_codes, tl.reshape(b_codes, (BLOCK,)), mask=m_y)
     tl.store(p_scales + o_g.to(tl.int64) * group_stride, b_scale, mask=o_g * GROUP < size)
 

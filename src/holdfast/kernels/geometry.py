@@ -73,7 +73,7 @@ MAX_DIRECT_TOKENS = 4
 UNSORTED_TOKENS = 16
 """Most tokens whose pairs need no sort: they fit one block of rows."""
 CUT_PAIRS = 2048
-"""Pairs of token and expert per program. More are divided into cuts, and a separate launch counts them."""
+"""Most pairs of token and expert that one launch sorts. More are divided into such cuts, which are counted first."""
 SMALL_BATCH_PAIRS, LARGE_BATCH_PAIRS = 256, 1024
 """Pairs per loop iteration of the sort, for small and for large batches."""
 
@@ -86,26 +86,24 @@ class ExpertOrderForm(NamedTuple):
     is_sorted: bool
     """True if pairs are sorted into blocks. If False, the next fields are unused."""
     block_pairs: int
-    """Pairs per loop iteration."""
-    block_cuts: int
-    """Number of cuts, rounded up to a power of two."""
+    """Pairs per loop iteration; 0: pairs are sorted in cuts."""
     is_whole: bool
     """True if the number of pairs is a multiple of 16: Triton then loads four ids at a time."""
 
 
-def expert_order_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> ExpertOrderForm:
+def expert_order_form(num_rows: int, top_k: int, num_experts: int) -> ExpertOrderForm:
     """Return the specialization of the sort for this number of rows."""
-    num_pairs = num_rows * top_k
-    block_rows, num_cuts = expert_block_rows(num_rows, top_k, num_experts), -(-num_pairs // cut_pairs)
+    num_pairs, block_rows = num_rows * top_k, expert_block_rows(num_rows, top_k, num_experts)
     if not sorts_pairs(num_rows):
-        return ExpertOrderForm(block_rows, is_sorted=False, block_pairs=0, block_cuts=0, is_whole=False)
-    return ExpertOrderForm(
-        block_rows,
-        True,
-        SMALL_BATCH_PAIRS if num_pairs <= SMALL_BATCH_PAIRS else LARGE_BATCH_PAIRS,
-        1 << (num_cuts - 1).bit_length(),
-        num_pairs % 16 == 0,
-    )
+        return ExpertOrderForm(block_rows, is_sorted=False, block_pairs=0, is_whole=False)
+    return ExpertOrderForm(block_rows, True, order_block_pairs(num_pairs), num_pairs % 16 == 0)
+
+
+def order_block_pairs(num_pairs: int) -> int:
+    """Return the pairs per loop iteration of the launch that sorts them; 0: they are sorted in cuts."""
+    if num_pairs > CUT_PAIRS:
+        return 0
+    return SMALL_BATCH_PAIRS if num_pairs <= SMALL_BATCH_PAIRS else LARGE_BATCH_PAIRS
 
 
 def sorts_pairs(num_rows: int) -> bool:
@@ -139,11 +137,11 @@ def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | No
     is_sorted, block_rows = sorts_pairs(num_rows), expert_block_rows(num_rows, top_k, num_experts)
     num_pairs, num_own = num_rows * top_k, num_experts if num_local is None else num_local
     num_blocks = num_expert_blocks(num_pairs, num_own, block_rows) if is_sorted else 0
-    num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted else 0
+    num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted and num_pairs > CUT_PAIRS else 0
     return (
         TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
         TensorSpec("block experts", (num_blocks,), "int32"),
-        TensorSpec("expert counts", (num_cuts if num_cuts > 1 else 0, num_own), "int32"),
+        TensorSpec("expert counts", (num_cuts, num_own), "int32"),
     )
 
 
@@ -160,7 +158,9 @@ QUANTIZED_LARGE_TILE = 64
 
 
 LANE_BYTES = 32 * 2**20
-"""Most bytes of the lane (kernels/attention/lane_rows.py): 8,192 tokens of 8 heads of 128, or 65,536 tokens of one head."""
+"""Most bytes of the lane (kernels/attention/lane_rows.py), unless one head of the longest context takes more."""
+MOST_LANE_BYTES = 72 * 2**20
+"""Most bytes of the lane for any context: one head of 131,072 tokens of 128, and exact tokens of a step beside them."""
 LANE_TILE = 128
 """Height of a tile that reads the lane: rows times heads of a GQA group. Also the largest group."""
 RUN_FIELDS = ("end", "table_row", "first_block", "low", "high", "is_near")
@@ -184,9 +184,15 @@ class LaneGeometry(NamedTuple):
         return -(-self.num_kv_heads // -(-self.num_kv_heads // fitting)) if fitting else 0
 
 
-def lane_geometry(num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None) -> LaneGeometry:
-    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need."""
-    fitting = LANE_BYTES // lane_block_bytes(head_dim)
+def lane_geometry(
+    num_heads: int, num_kv_heads: int, head_dim: int, most_blocks: int | None = None, longest_blocks: int = 0
+) -> LaneGeometry:
+    """Return the geometry of a lane of LANE_BYTES, or of as many blocks of all heads as a step can need.
+
+    `longest_blocks`, those of one head of the longest sequence, may raise it up to MOST_LANE_BYTES.
+    """
+    block_bytes = lane_block_bytes(head_dim)
+    fitting = max(LANE_BYTES // block_bytes, min(longest_blocks, MOST_LANE_BYTES // block_bytes))
     num_blocks = fitting if most_blocks is None else min(fitting, most_blocks * num_kv_heads)
     return LaneGeometry(max(1, LANE_TILE // (num_heads // num_kv_heads)), num_blocks, num_kv_heads)
 

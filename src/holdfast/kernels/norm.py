@@ -68,10 +68,11 @@ def launch_rms_norm(
     out_TD: Tensor,
     offset: float,
     codes: tuple[Tensor, Tensor] | None = None,
+    writes_out: bool = True,
 ) -> Tensor:
     """Launch one program per row: x += delta if given, its norm into `out_TD`, and into `codes` if given.
 
-    `codes` are e4m3 with their scales: one per row, or one for every BLOCK_COLUMNS.
+    `codes` are e4m3 with their scales: one per row, or one for every BLOCK_COLUMNS. Without `writes_out` only codes are.
     """
     size = weight_D.shape[0]
     for x in (x_TD, delta_TD, out_TD):
@@ -87,7 +88,7 @@ def launch_rms_norm(
         _rms_norm_kernel[(x_TD.numel() // size,)](
             x_RD, delta_RD, weight_D, y_RD, codes_RD, scales_RB, *strides,
             scales_RB.stride(1) if scales_RB is not None and has_groups else None, size, eps,
-            OFFSET=offset, BLOCK=block, GROUP=BLOCK_COLUMNS if has_groups else 0, PLAIN=is_interpreted(),
+            OFFSET=offset, BLOCK=block, GROUP=BLOCK_COLUMNS if has_groups else 0, WRITES_Y=writes_out, PLAIN=is_interpreted(),
             num_warps=max(1, min(16, block // 512)), **pdl_flags(x_TD),
         )  # fmt: skip
     return out_TD
@@ -97,7 +98,7 @@ def launch_rms_norm(
 def _rms_norm_kernel(
     p_x, p_delta, p_weight, p_y, p_codes, p_scales,
     x_stride, delta_stride, y_stride, code_stride, scale_stride, group_stride, size, eps,
-    OFFSET: constexpr, BLOCK: constexpr, GROUP: constexpr, PLAIN: constexpr, PDL: constexpr,
+    OFFSET: constexpr, BLOCK: constexpr, GROUP: constexpr, WRITES_Y: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -115,17 +116,28 @@ def _rms_norm_kernel(
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
     if p_codes is not None:
         b_y = b_y.to(p_y.dtype.element_ty)
-    tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
+    if WRITES_Y:
+        tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
     if p_codes is not None:
         b_y = b_y.to(tl.float32)  # quantize what was stored
+        IS_HALF: constexpr = p_y.dtype.element_ty.primitive_bitwidth == 16
         p_row_codes = p_codes + i_row * code_stride + o_d
         p_row_scales = p_scales + i_row * scale_stride
         if GROUP > 0:
-            store_coded_groups(p_row_codes, p_row_scales, b_y, m_d, group_stride, size, GROUP, PLAIN)
+            store_coded_groups(p_row_codes, p_row_scales, b_y, m_d, group_stride, size, GROUP, PLAIN, IS_HALF)
         else:
             b_scale = e4m3_scale(tl.max(size_bits(b_y), axis=0))
-            tl.store(p_row_codes, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_d)
+            tl.store(p_row_codes, e4m3_quotients(b_y, b_scale, PLAIN, IS_HALF), mask=m_d)
             tl.store(p_row_scales, b_scale)
+
+
+@jit
+def load_norm_weight(p_weight, o_d, m_d, OFFSET: constexpr):
+    """Load weight + offset of a norm in float32."""
+    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        b_weight += OFFSET
+    return b_weight
 
 
 def add_rms_norm_reference(

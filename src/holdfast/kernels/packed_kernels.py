@@ -25,12 +25,6 @@ PACKED_KERNELS: Mapping[str, frozenset[str]] = {
 }
 """Families of schemes with a kernel, by kind of device. Alone in a weight int8 and mxfp4 have those of `quantization`."""
 
-UNPROVEN_FAMILIES: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset(),
-    "cuda": DEQUANTIZED_FAMILIES - frozenset({"int8", "mxfp4"}),
-}
-"""Families whose kernels have not run on such a device yet. A start keeps them only if `packed_weights` says as_stored."""
-
 MMA_ROWS = 128
 """Rows of a weight in a program of kernels/gemm/packed_mma.py."""
 MOST_SPLIT_ROWS = 64

@@ -13,6 +13,7 @@ from holdfast.kernels.gemm.quantize_activations import (
     add_rms_norm_coded,
     gate_mul_coded,
     quantize_rows,
+    rms_norm_codes,
 )
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
@@ -67,7 +68,7 @@ class RMSNorm:
 
     def defer(self, x_TH: torch.Tensor, scaled_TH: torch.Tensor, scratch: SmallBatchScratch) -> ResidualStream:
         """Return the stream for the fused decode path, with this norm deferred."""
-        return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch)
+        return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch, self.offset)
 
     def __call__(
         self,
@@ -82,6 +83,12 @@ class RMSNorm:
         if delta_TH is not None:
             return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH, self.offset)
         return rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
+
+    def encode(
+        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, scratch_TH: torch.Tensor, codes: QuantizedRows
+    ) -> torch.Tensor:
+        """Add `delta_TH`, if any, to x; write the norm of x to `codes` alone. `scratch_TH` has undefined values then."""
+        return rms_norm_codes(x_TH, delta_TH, self.weight_H, self.eps, scratch_TH, codes, self.offset)
 
 
 class LayerNorm:
@@ -106,6 +113,12 @@ class LayerNorm:
         if codes is not None:
             quantize_rows(out_TH, codes)
         return out_TH
+
+    def encode(
+        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, scratch_TH: torch.Tensor, codes: QuantizedRows
+    ) -> torch.Tensor:
+        """Like `__call__`."""
+        return self(x_TH, delta_TH, scratch_TH, codes)
 
 
 class MLPBuffers(NamedTuple):
@@ -159,7 +172,7 @@ class GatedMLP:
         """Continue after `gate_up`, whose result is in the buffers."""
         quantized, wide_TX, active_TI = buffers.quantized, buffers.wide_TX, buffers.active_TI
         codes = self.down.room_for_codes(quantized, len(wide_TX))
-        if codes is not None and codes.scales_TB.shape[1] > 1:
+        if codes is not None:
             gate_mul_coded(wide_TX, self.activation, active_TI, self.limit, codes)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         active_TI = self.down.room_for_inputs(active_TI)

@@ -10,20 +10,21 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.kernels.moe.deep_gemv import takes_deep_loads
-from holdfast.kernels.moe.expert_linear import expert_linear
-from holdfast.kernels.moe.expert_row import down_row_add
+from holdfast.kernels.gemm.small_batch import normed_linear, small_batch_linear, takes_weight
+from holdfast.kernels.moe.expert_linear import SharedLinear, expert_linear, expert_row_linear, stored_alike
+from holdfast.kernels.moe.expert_row import SharedRow, down_row_add, takes_down_row
 from holdfast.kernels.moe.expert_sum import ExpertOutputs, add_experts, sum_experts
 from holdfast.kernels.moe.hash_routing import route_by_table
-from holdfast.kernels.moe.normed_routing import route_normed
+from holdfast.kernels.moe.normed_routing import SharedGate, route_normed
 from holdfast.kernels.moe.routing import ExpertOrder, ExpertProduct, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers
 from holdfast.layers.shared_experts import ExpertSharing, OwnPairs
 from holdfast.layers.shared_linear import add_part
 from holdfast.quant.packed_weight import AnyWeight
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 class ExpertBuffers(NamedTuple):
@@ -62,12 +63,52 @@ class ExpertBuffers(NamedTuple):
         return cls(*routing, mlp, held.get("shared"), held.get("shared_logit"), quantized, held.get("local_ids"))
 
 
+class SharedOutput(NamedTuple):
+    """What a shared expert gives, if there is one."""
+
+    shared_TH: torch.Tensor | None
+    logit_T1: torch.Tensor | None
+    """Logit of its gate; None without one."""
+
+
 class SharedExpert:
     """Shared expert of all rows; a gate, if any, scales it by the sigmoid of one more logit."""
 
     def __init__(self, mlp: GatedMLP, gate_1H: torch.Tensor | None) -> None:
         self.mlp = mlp
         self.gate_1H = gate_1H
+
+    def takes_normed(self, scratch: SmallBatchScratch, gate_amax: RowAmax | None) -> bool:
+        """Return True if small-batch products take the weights: plain, or 8-bit with scales by row.
+
+        `gate_amax` are cleared amax, which e4m3 weights need.
+        """
+        weights = self.mlp.gate_up.weight_NK, self.mlp.down.weight_NK
+        if self.mlp.limit is not None or self.mlp.activation != "silu":
+            return False
+        schemes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
+        if not schemes:
+            return all(isinstance(weight, torch.Tensor) for weight in weights)
+        is_ready = scratch.amax is not None and (gate_amax is not None or schemes == {"int8"})
+        return is_ready and len(schemes) == 1 and all(map(takes_weight, weights))
+
+    def gate(self, buffers: ExpertBuffers) -> SharedGate | None:
+        """Return the gate, whose logit the router's launch computes on the fused decode path."""
+        if self.gate_1H is None:
+            return None
+        assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"
+        return SharedGate(self.gate_1H, buffers.shared_logit_T1)
+
+    def run_normed(
+        self, rows: NormedRows, buffers: ExpertBuffers, scratch: SmallBatchScratch, gate_amax: RowAmax | None
+    ) -> SharedOutput:
+        """Fused decode path: compute the output for rows whose RMSNorm is deferred, in two launches."""
+        assert buffers.shared is not None, "no tensors for the shared expert"
+        assert buffers.shared_TH is not None, "no place for what the shared expert gives"
+        gate_up, down, active_TI = self.mlp.gate_up, self.mlp.down, buffers.shared.active_TI
+        normed_linear(rows, gate_up.weight_NK, gate_up.bias_N, True, active_TI, scratch)
+        small_batch_linear(active_TI, down.weight_NK, down.bias_N, buffers.shared_TH, scratch, gate_amax)
+        return SharedOutput(buffers.shared_TH, None if self.gate_1H is None else buffers.shared_logit_T1)
 
 
 class ExpertBiases(NamedTuple):
@@ -119,13 +160,34 @@ class ExpertLayer:
         self._form = form
         self._sharing = sharing
         self._table_VS = table_VS
+        self._joins_shared = sharing is None and shared is not None and self._stored_alike(shared.mlp)
+        """A row's own experts and the shared one are one product of the fused decode path."""
         self.watch: Callable[[torch.Tensor], None] | None = None
         """Called with `expert_ids_TS` of every eager step (runner/expert_counts.py); a replayed graph calls nothing."""
 
+    def _stored_alike(self, mlp: GatedMLP) -> bool:
+        """Return True if the shared expert could be one of the routed ones."""
+        gate_up, down = mlp.gate_up, mlp.down
+        return (
+            self._form == SILU_HALVES
+            and mlp.limit is None
+            and mlp.activation == "silu"
+            and gate_up.bias_N is None
+            and down.bias_N is None
+            and self._biases.gate_up_EX is None
+            and stored_alike(gate_up.weight_NK, self.gate_up)
+            and stored_alike(down.weight_NK, self.down)
+        )
+
     def room_for_codes(self, buffers: ExpertBuffers, x_TH: torch.Tensor) -> QuantizedRows | None:
-        """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none."""
+        """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none.
+
+        Without a shared expert, the codes are for the others.
+        """
         shared = self.shared
-        if shared is None or buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
+        if shared is None:
+            return room_for_codes(buffers.quantized, self.gate_up, len(x_TH))
+        if buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
             return None
         return shared.mlp.gate_up.room_for_codes(buffers.shared.quantized, len(x_TH))
 
@@ -138,7 +200,8 @@ class ExpertLayer:
         is_coded: bool = False,
     ) -> torch.Tensor:
         """`token_ids_T` are read only if experts come from a table. If `is_coded`, `room_for_codes` has the codes of x."""
-        has_begun = self._begin(x_TH, buffers, is_coded)
+        routes_codes = is_coded and self.shared is None
+        has_begun = self._begin(x_TH, buffers, is_coded and not routes_codes)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
         biases, table_VS = self._biases, self._table_VS
         if table_VS is None:
@@ -149,9 +212,9 @@ class ExpertLayer:
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         if self._sharing is not None:
-            made = self._multiply_shared(self._sharing, x_TH, buffers, has_begun=has_begun)
+            made = self._multiply_shared(self._sharing, x_TH, buffers, routes_codes, has_begun)
             return self._sharing.combine(made, out_TH)
-        return sum_experts(self._multiply(x_TH, buffers, has_begun=has_begun), out_TH)
+        return sum_experts(self._multiply(x_TH, buffers, routes_codes, has_begun), out_TH)
 
     def _begin(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool) -> bool:
         """Compute the router's logits, and beside them gate and up of the shared expert; return False without the latter.
@@ -174,12 +237,15 @@ class ExpertLayer:
         buffers: ExpertBuffers,
         is_coded: bool = False,
         has_begun: bool = False,
+        given: SharedOutput | None = None,
     ) -> OwnPairs:
         """Compute this rank's products; `has_begun`: gate and up of the shared expert are in the buffers.
 
+        `given` is what the shared expert gave, if it has run.
+
         The shared expert runs first: it may use the buffer that peers read, where routed pairs go later.
         """
-        shared = self._share(x_TH, buffers, has_begun)
+        shared = given or self._share(x_TH, buffers, has_begun)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = self._order(ids_TS, buffers, sharing.num_local)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
@@ -204,17 +270,22 @@ class ExpertLayer:
         buffers: ExpertBuffers,
         finished_TH: torch.Tensor,
         stream: ResidualStream,
+        gate_amax: RowAmax | None = None,
     ) -> NormedRows:
         """Fused decode path: x += the layer's output for `rows`, whose norm is deferred; the next norm is deferred too.
 
-        `finished_TH` is a buffer for the normed rows, if experts take them unquantized.
+        `finished_TH` is a buffer for the normed rows, if experts take them unquantized. `gate_amax` are cleared amax, if
+        there are any, for an e4m3 shared expert.
         """
         assert not self.has_table, "experts come from a table by token id, and the fused decode path has no token ids"
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
         num_rows, scratch = len(stream.x_MN), stream.scratch
+        is_joined = num_rows == 1 and self._joins_shared
+        is_taken = self.shared is not None and (is_joined or self.shared.takes_normed(scratch, gate_amax))
+        shared = self.shared if is_taken else None
         # Codes are made as the norm is finished if nothing but experts takes the rows, and with one scale a row.
-        is_shared = self.shared is not None or scratch.amax is None
-        codes = None if is_shared else room_for_codes(buffers.quantized, self.gate_up, num_rows)
+        needs_numbers = scratch.amax is None or self.shared is not shared
+        codes = None if needs_numbers else room_for_codes(buffers.quantized, self.gate_up, num_rows)
         finished = finished_TH if codes is None else codes
         route_normed(
             rows,
@@ -226,18 +297,41 @@ class ExpertLayer:
             shares_TS,
             finished,
             scratch,
+            None if shared is None else shared.gate(buffers),
         )
         if not self.has_plain_routing:
             # Route by scores, groups and their bias, from the same logits.
             route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
-        is_coded = codes is not None
+        is_coded, given = codes is not None, None
+        if shared is not None and is_joined:
+            return self._add_row(shared, finished_TH, buffers, stream, is_coded)
+        if shared is not None:
+            given = shared.run_normed(rows, buffers, scratch, gate_amax)
         if self._sharing is not None:
-            made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded)
+            made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded, given=given)
             return add_part(self._sharing.exchange, self._sharing.leave_part(made), stream)
-        if num_rows == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
+        if num_rows == 1 and self.shared is None and takes_down_row(finished_TH, self.gate_up, self.down):
             active_PI = self._gate_and_up(finished_TH, self._order(ids_TS, buffers), buffers, is_coded)
             return down_row_add(active_PI, self.down, ids_TS, shares_TS, biases.down_EH, stream)
-        return add_experts(self._multiply(finished_TH, buffers, is_coded), stream)
+        return add_experts(self._multiply(finished_TH, buffers, is_coded, given=given), stream)
+
+    def _add_row(
+        self,
+        shared: SharedExpert,
+        finished_1H: torch.Tensor,
+        buffers: ExpertBuffers,
+        stream: ResidualStream,
+        is_coded: bool,
+    ) -> NormedRows:
+        """Fused decode path of one row: its experts and the shared one in two launches."""
+        assert buffers.shared is not None, "no tensors for the shared expert"
+        order, active_1I = self._order(buffers.expert_ids_TS, buffers), buffers.shared.active_TI
+        product = ExpertProduct(finished_1H, self.gate_up, order, buffers.active_PI, True, buffers.quantized, None)
+        expert_row_linear(product, SharedLinear(shared.mlp.gate_up.weight_NK, active_1I), is_coded)
+        logit_11 = None if shared.gate_1H is None else buffers.shared_logit_T1
+        own = SharedRow(active_1I, shared.mlp.down.weight_NK, logit_11)
+        ids_1S, shares_1S = buffers.expert_ids_TS, buffers.shares_TS
+        return down_row_add(buffers.active_PI, self.down, ids_1S, shares_1S, self._biases.down_EH, stream, own)
 
     def _order(self, ids_TS: torch.Tensor, buffers: ExpertBuffers, num_local: int | None = None) -> ExpertOrder:
         """Group rows by expert; `ids_TS` are local ids if the rank has `num_local` experts."""
@@ -259,29 +353,33 @@ class ExpertLayer:
         return expert_linear(product, is_coded)
 
     def _multiply(
-        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False, has_begun: bool = False
+        self,
+        x_TH: torch.Tensor,
+        buffers: ExpertBuffers,
+        is_coded: bool = False,
+        has_begun: bool = False,
+        given: SharedOutput | None = None,
     ) -> ExpertOutputs:
-        """Compute each expert's output for each of its rows; `has_begun` as in `_multiply_shared`."""
+        """Compute each expert's output for each of its rows; `has_begun` and `given` as in `_multiply_shared`."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
         routed_PH = buffers.routed_PH
         expert_linear(ExpertProduct(active_PI, self.down, order, routed_PH, False, buffers.quantized, bias_EH))
-        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers, has_begun))
+        shared = given or self._share(x_TH, buffers, has_begun)
+        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *shared)
 
-    def _share(
-        self, x_TH: torch.Tensor, buffers: ExpertBuffers, has_begun: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _share(self, x_TH: torch.Tensor, buffers: ExpertBuffers, has_begun: bool) -> SharedOutput:
         """Compute the output of the shared expert and the logit of its gate, if there are any."""
         shared = self.shared
         if shared is None:
-            return None, None
+            return SharedOutput(None, None)
         assert buffers.shared is not None, "no tensors for the shared expert"
         assert buffers.shared_TH is not None, "no place for what the shared expert gives"
         room_TX = buffers.shared_TH if self._sharing is None else self._sharing.columns_of(buffers.shared_TH)
         mlp, own = shared.mlp, buffers.shared
         shared_TH = mlp.finish(own, room_TX) if has_begun else mlp(x_TH, own, room_TX)
         if shared.gate_1H is None:
-            return shared_TH, None
+            return SharedOutput(shared_TH, None)
         assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"
-        return shared_TH, linear_float32(x_TH, shared.gate_1H, buffers.shared_logit_T1)
+        return SharedOutput(shared_TH, linear_float32(x_TH, shared.gate_1H, buffers.shared_logit_T1))

@@ -52,9 +52,10 @@ class Gathering:
 
 def add_part(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) -> NormedRows:
     """Fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
-    x_TH, norm_weight_H, eps, scaled_TH, scratch = stream
+    x_TH, norm_weight_H, eps, scaled_TH, scratch, offset = stream
     amax = None if scratch.amax is None else scratch.amax.normed
-    num_squares = exchange.add_rows(part_TH, DeferredStream(x_TH, norm_weight_H, scaled_TH, scratch.squares, amax))
+    onto = DeferredStream(x_TH, norm_weight_H, scaled_TH, scratch.squares, amax, offset)
+    num_squares = exchange.add_rows(part_TH, onto)
     return NormedRows(scaled_TH, num_squares, eps)
 
 

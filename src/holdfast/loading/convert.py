@@ -174,6 +174,8 @@ def _plan_folder(model: OpenModel, target: str, tokenizer: TokenizerForms) -> Co
         raise UnsupportedModelError(
             "quantize.only_text", model=name, architecture=spec.architecture, accepted=tuple(MIXES)
         )
+    if file is not None and spec.state is not None:
+        raise UnsupportedModelError("quantize.only_file", model=name, accepted=tuple(MIXES))
     source, stored_types = _expanded(model)
     if file is None:
         config, files = {**read_json_object(file_inside(model.path, CONFIG_FILE))}, None

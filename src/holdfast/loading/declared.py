@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import fetch_hub_config, locate_config
+from holdfast.loading.release_names import bare_name, find_release
 from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.models.blueprints.read import declare_config, known_architectures
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from holdfast.loading.planning.open_model import OpenModel
 
 
-GGUF_ENDING = "-gguf"
 SideSettings = tuple[Mapping[str, object] | None, str]
 """Settings of quantization in a file beside config.json, and the file; None: config.json has them, if any."""
 NO_SIDE: SideSettings = (None, CONFIG_FILE)
@@ -47,7 +47,7 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
     from holdfast.models.catalogue import find_model
 
     try:
-        name, _ = find_model(_bare(model))
+        name, _ = find_model(bare_name(model))
     except ModelNotFoundError as error:
         if parse_hub_name(model) is None:
             raise
@@ -60,7 +60,12 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
             error.hinting("It is not in the Hugging Face cache either.")
             raise
         return _read_folder(located.path, located.label)
-    return _declare_known(name)
+    declared = _declare_known(name)
+    if find_release(model) is None:
+        return declared
+    from holdfast.loading.release import as_named
+
+    return as_named(declared, model)
 
 
 def declare_file(file: str, name: str | None = None) -> DeclaredModel:
@@ -80,14 +85,6 @@ def _declare_known(name: str) -> DeclaredModel:
     from holdfast.models.catalogue import find_model
 
     return declare_config(find_model(name)[1], name)
-
-
-def _bare(model: str) -> str:
-    """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
-    name = parse_hub_name(model)
-    if name is None:
-        return model
-    return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
 
 
 def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
@@ -170,10 +167,8 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
         fills = choose_all(opened.parameters, source.entries).fills
         tensors = {fill.parameter.name: [part.tensor for part in fill.whole_parts] for fill in fills}
     else:
-        if opened.gguf is None:
-            return declared
         packed = packed_weights(opened.parameters, source.entries)
-        return replace(declared, on_disk=on_disk(opened.gguf), packed=packed)
+        return replace(declared, on_disk=None if opened.gguf is None else on_disk(opened.gguf), packed=packed)
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
     open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
     unread = None if opened.stored is None else opened.stored.unread_pattern
@@ -193,7 +188,10 @@ def _stored_in_settings(config: dict[str, object], name: str, side: SideSettings
         return None
     declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
     if (packed := read_packed(quantization, file)) is not None:
-        return replace(declared, notes=(*declared.notes, *packed.notes))
+        from holdfast.loading.release import as_declared
+
+        found = as_declared(declared, packed, quantization) or declared
+        return replace(found, notes=(*declared.notes, *packed.notes))
     stored = read_stored_schemes(quantization_of(Settings({**config, QUANTIZATION_KEY: quantization}, file)), file)
     if stored is None:
         return declared

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError, shown
+from holdfast.families.state.spec import StateSpec
 from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.gguf.file import MAGIC, GGUFFile
 from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
+from holdfast.loading.gguf.state_rows import TILED_ARCHITECTURES, StateRows
 from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
 from holdfast.loading.packed.matrices import has_codes, refuse_undeclared
@@ -63,6 +65,11 @@ def open_model(
     """
     if model is None:
         return open_path(find_default_model(), load_format)
+    if load_format == "dummy":
+        from holdfast.loading.named_dummy import open_named_dummy
+
+        if (named := open_named_dummy(model, revision)) is not None:
+            return named
     located = locate_model(model, revision, load_format, watch, _read_config)
     opened = open_path(located.path, load_format)
     return replace(opened, label=located.label) if located.label else opened
@@ -263,7 +270,8 @@ def open_gguf(path: Path) -> OpenModel:
     arch = str(file.metadata["general.architecture"])
     head_dim = spec.head_dim if arch in INTERLEAVED_ARCHITECTURES else None
     unread, purpose = unread_tensors(spec)
-    source = GGUFSource(file, head_dim, FAMILIES[spec.architecture].names, unread)
+    states = None if spec.state is None else StateRows.of(spec.state)
+    source = GGUFSource(file, head_dim, FAMILIES[spec.architecture].names, unread, states)
     _log_unread(source.unread, file.path, purpose)
     refuse_other_queries(spec, source.entries, file.path.name, f"{arch}.attention.q_lora_rank")
     return OpenModel(
@@ -287,6 +295,18 @@ def _read_spec(file: GGUFFile) -> ModelSpec:
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         norm_offset=0.0,  # conversions write weights with the offset added
+        state=None if spec.state is None else _state_in_file(file, spec.state),
+    )
+
+
+def _state_in_file(file: GGUFFile, state: StateSpec) -> StateSpec:
+    """Return how a file holds gated delta nets: projections joined in older files of qwen3next, gates in all."""
+    first = f"blk.{min(state.layers)}"
+    return replace(
+        state,
+        is_joined=f"{first}.ssm_in.weight" in file.tensors,
+        joins_gates=f"{first}.ssm_ba.weight" in file.tensors,
+        is_tiled=file.metadata["general.architecture"] in TILED_ARCHITECTURES and state.value_heads > state.key_heads,
     )
 
 

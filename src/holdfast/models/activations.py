@@ -291,11 +291,12 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     """Return True if small batches can take the fused decode path: bfloat16 on a GPU, norm first, gate with silu.
 
     Ranks add up parts and gather none (`exact` keeps the products of one rank). No index chooses tokens (DSA), no table
-    chooses experts, no layer keeps a state, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
+    chooses experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
     In float16 an x whose RMSNorm is deferred could overflow.
     Two more checks follow: of the weights (`declined` in models/fused_decode.py) and of a step (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
+    products += () if spec.state is None else ((spec.hidden_size, spec.state.value_size),)
     widths = (*(size for shape in products for size in shape), *((spec.intermediate_size,) if spec.has_mlp else ()))
     scheme = layer_scheme(spec, recipe)
     return (
@@ -304,7 +305,6 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and not spec.gathers
         and (spec.latent is None or spec.latent.index is None)
         and spec.compressed is None
-        and spec.state is None
         and spec.streams is None
         and (spec.experts is None or not spec.experts.table_layers)
         and (scheme is None or scheme.block_columns == 0)
@@ -315,7 +315,6 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and spec.has_final_norm
         and spec.embedding_size is None
         and not spec.has_output_norms
-        and spec.norm_offset == 0.0
         and spec.logit_softcap is None
         and all(width % SMALL_BATCH_BLOCK_N == 0 for width in widths)
     )
@@ -351,7 +350,7 @@ def fits_fused_decode(num_rows: int, spec: ModelSpec, recipe: WeightRecipe = AS_
 def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
     """Request sums of squares by block, split-K partials, arrival counters, and amax if weights are quantized."""
     head = spec.vocab_size if spec.is_last_stage else 0
-    widest = max(head, *(size_n for size_n, _ in spec.attention_products))
+    widest = max(head, *(size_n for size_n, _ in spec.layer_products))
     num_squares = max(
         FUSED_DECODE_ROWS * -(-spec.hidden_size // SMALL_BATCH_BLOCK_N), -(-spec.hidden_size // GEMV_MIN_BLOCK_N)
     )

@@ -67,6 +67,8 @@ class DeclaredModel:
     """File contents by stored type, if headers have been read and store blocks (GGUF)."""
     packed: Mapping[str, Schemes | str] = field(default_factory=dict)
     """The scheme of each part of the weights that the checkpoint packs, or why one cannot stay packed, from its headers."""
+    release: str = ""
+    """How its name says that weights are stored, such as Q4_K_M, if no file was read."""
     unread_pattern: str | None = None
     """An exclusion pattern of the publisher that is not supported. With one, open weights are unknown."""
     keeps_latents: bool = False

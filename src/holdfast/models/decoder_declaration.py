@@ -52,6 +52,8 @@ class DecoderDeclaration(NamedTuple):
             reason = split(spec.intermediate_size, num_ranks, "columns of the MLP")
         if reason is None and spec.state is not None:
             reason = split(spec.state.key_heads, num_ranks, "key heads of layers with a state")
+            if spec.state.is_tiled and num_ranks > 1:
+                reason = "a GGUF file of this model mixes the value heads of all ranks in its output projections"
             reason = reason or self._stage_without_tokens(mesh, spec.state)
         if reason is None and spec.experts is not None:
             reason = indivisible_experts(spec.experts, mesh)

@@ -3,9 +3,8 @@ residual as epilogue.
 
 T rows, H hidden, X any other width
 
-stream with the next norm deferred, so x has the same bits on every rank. A pipeline stage begins with the stream
-that it received, and ends with the one that it sends.
-received, and ends with the one that it sends.
+Ranks that share layers add their parts onto the stream with the next norm deferred, so x has the same bits on every
+rank. A pipeline stage begins with the stream that it received, and ends with the one that it sends.
 
 `takes_fused_decode` (models/activations.py) decides by model, `declined` by weights, and
 `fits_fused_decode` by step.
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.families.state.layer import StateLayer
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -26,36 +24,37 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     row_amax,
 )
+from holdfast.kernels.gemm.packed_small_batch import unsupported
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear, takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.layers.shared_linear import GatheredLinear, SummedLinear, add_part
-from holdfast.models.decoder_layer import DecoderLayer, Norm
+from holdfast.models.decoder_layer import AnyAttention, DecoderLayer, Norm
 from holdfast.models.model import Stream
 from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str | None:
-    """Return None, or why these weights cannot: all must be plain, or all must have eight bits and row scales.
+def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None, has_amax: bool = True) -> str | None:
+    """Return None, or why these weights cannot: all must be plain or packed, or all must have eight bits and row scales.
 
-    `head` is None if another stage has it.
+    `head` is None if another stage has it. `has_amax`: the plan has scratch for the amax of quantized rows.
     """
     blocks = [layer.mlp for layer in layers]
     if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
         return "experts of some layer come from a table by token id, and this path has no token ids"
     if any(isinstance(block, GatedMLP) and block.limit is not None for block in blocks):
         return "the MLP of some layer has a limit on its gate, and this path has none"
-    if any(isinstance(layer.attention, StateLayer) for layer in layers):
-        return "some layer keeps a state, and this path computes attention alone"
     if any(isinstance(layer.attention.o, GatheredLinear) for layer in layers):
         return (
             "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"
         )
     weights = [weight for layer in layers for weight in _products(layer)]
-    if any(isinstance(weight, PackedWeight) for weight in (*weights, *_expert_weights(blocks), head)):
-        return "weights stay packed as the checkpoint stores them"
+    if any(isinstance(weight, PackedWeight) for weight in (*weights, head)):
+        return _packed_declined(layers, weights, head)
+    if not has_amax and any(isinstance(weight, QuantizedWeight) for weight in weights):
+        return "weights are quantized as the checkpoint stores them, and the plan has no scratch for their amax"
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
     if isinstance(head, QuantizedWeight) and (plain == len(weights) or not takes_weight(head)):
@@ -69,8 +68,21 @@ def declined(layers: Sequence[DecoderLayer[Any]], head: AnyWeight | None) -> str
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _expert_weights(blocks: Sequence[object]) -> list[AnyWeight]:
-    return [weight for block in blocks if isinstance(block, ExpertLayer) for weight in (block.gate_up, block.down)]
+def _packed_declined(
+    layers: Sequence[DecoderLayer[Any]], weights: Sequence[AnyWeight], head: AnyWeight | None
+) -> str | None:
+    """Return None, or why weights that are packed in part cannot."""
+    if any(isinstance(weight, QuantizedWeight) for weight in (*weights, head)):
+        return "some weights are packed and others quantized"
+    mlps = (layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP))
+    gated_or_added = [
+        *(layer.attention.o for layer in layers),
+        *(one for mlp in mlps for one in (mlp.gate_up, mlp.down)),
+    ]
+    whole = {id(product.weight_NK) for product in gated_or_added}
+    packed = (weight for weight in (*weights, head) if isinstance(weight, PackedWeight))
+    reasons = (unsupported(weight, takes_parts=id(weight) not in whole) for weight in packed)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _products(layer: DecoderLayer[Any]) -> list[AnyWeight]:
@@ -107,7 +119,7 @@ class FusedDecode:
         batch: Batch,
         plan: StepPlan,
         stream: Stream,
-        attention_buffers: Callable[[int], Any],
+        attention_buffers: Callable[[AnyAttention, int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
     ) -> NormedRows:
@@ -117,20 +129,24 @@ class FusedDecode:
         rows = defer_rms_norm(_rms(self._layers[0].attn_norm).defer(x_TH, scaled_TH, scratch))
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             attention, mlp, after = layer.attention, layer.mlp, _rms(next_norm)
-            buffers = attention_buffers(num_rows)
+            buffers = attention_buffers(attention, num_rows)
             attended_TX = attention.attend_normed(rows, batch, plan, buffers, scratch)
             amax = self._input_amax(attended_TX, attention.o)
             rows = self._add(attended_TX, attention.o, stream, _rms(layer.mlp_norm), amax)
             if isinstance(mlp, GatedMLP):
                 active_TI = mlp_buffers(num_rows).active_TI
                 normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
-                amax = None if scratch.amax is None else RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-                rows = self._add(active_TI, mlp.down, stream, after, amax)
+                rows = self._add(active_TI, mlp.down, stream, after, self._gate_amax())
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
-                routing = expert_buffers(num_rows)
-                rows = mlp.add_normed(rows, routing, delta_TH, after.defer(x_TH, scaled_TH, scratch))
+                routing, onto = expert_buffers(num_rows), after.defer(x_TH, scaled_TH, scratch)
+                cleared = None if amax is None else self._gate_amax()
+                rows = mlp.add_normed(rows, routing, delta_TH, onto, cleared)
         return rows
+
+    def _gate_amax(self) -> RowAmax | None:
+        """Return the amax that gated products raise; None if no weight is quantized."""
+        return None if self.scratch.amax is None else RowAmax(self.scratch.amax.gated, NUM_GATE_AMAX)
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
         """Return the amax of a residual product's input; clear those of the next gate on the way."""

@@ -126,7 +126,7 @@ def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
     """Return the prefixes of tensors that are never read, and what they are for."""
     family = FAMILIES[spec.architecture]
     after = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
-    drafts = (family.draft,) if family.draft else tuple(family.names.layer.format(layer) for layer in after)
+    drafts = tuple(family.names.layer.format(layer) for layer in after) + ((family.draft,) if family.draft else ())
     if not drafts:
         return family.unread, family.unread_words
     words = f"{family.unread_words} and {DRAFTS}" if family.unread_words else DRAFTS

@@ -27,7 +27,7 @@ from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request, StepRequests
-from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
+from holdfast.models.decoder_layer import AnyAttention, DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.native_layers import native_layers
@@ -163,7 +163,7 @@ class LayerStack(StepWorkspace):
 
     def fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
         """Compute logits on the fused decode path. Stages need not agree on it: they exchange the residual stream."""
-        stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
+        stream, buffers = self.embed(batch), (self._buffers_of, self._mlp_buffers, self._expert_buffers)
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
             return self._send(stream)
@@ -175,7 +175,8 @@ class LayerStack(StepWorkspace):
 
     def fused_decode_declined(self) -> str | None:
         """Return None, or why the loaded weights cannot take the fused decode path."""
-        return fused_decode.declined(self.layers, self._head_VE)
+        has_amax = activations.layer_scheme(self._spec, self._recipe) is not None
+        return fused_decode.declined(self.layers, self._head_VE, has_amax)
 
     def _fused_decode(self) -> FusedDecode | None:
         """Build the fused decode path, unless the loaded weights cannot take it."""
@@ -247,11 +248,14 @@ class LayerStack(StepWorkspace):
                 continue
             layer, wanted_only = self.layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
-            make = self._state_buffers if isinstance(layer.attention, StateLayer) else self._attention_buffers
-            inputs_TH, codes, buffers = x_TH, None, make(len(batch.token_ids_T))
+            inputs_TH, codes, buffers = x_TH, None, self._buffers_of(layer.attention, len(batch.token_ids_T))
             if self._spec.norm_first:
                 codes = layer.attention.room_for_codes(buffers.quantized, len(batch.token_ids_T))
-                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
+                delta = delta_TH if has_delta else None
+                if codes is not None and layer.attention.reads_codes_alone:
+                    inputs_TH = layer.attn_norm.encode(x_TH, delta, normed_TH, codes)
+                else:
+                    inputs_TH = layer.attn_norm(x_TH, delta, normed_TH, codes)
             is_coded = codes is not None
             delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
             if wanted_only and batch.logits is not None:
@@ -312,14 +316,17 @@ class LayerStack(StepWorkspace):
     def _run_normed_mlp(
         self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
-        """Compute x += delta, and delta = MLP of the normed x. The norm quantizes x too if the MLP takes codes."""
+        """Compute x += delta, and delta = MLP of the normed x. The norm quantizes x if products take codes: an MLP reads these alone."""
         num_rows = x_RH.shape[0]
         if isinstance(layer.mlp, ExpertLayer):
-            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), self._expert_buffers(num_rows), delta_RH)
+            room = self._expert_buffers(num_rows)
+            codes = layer.mlp.room_for_codes(room, x_RH)
+            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH, codes), room, delta_RH, is_coded=codes is not None)
             return
         buffers = self._mlp_buffers(num_rows)
         codes = layer.mlp.first.room_for_codes(buffers.quantized, num_rows)
-        inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
+        norm = layer.mlp_norm
+        inputs_RH = norm(x_RH, delta_RH, normed_RH) if codes is None else norm.encode(x_RH, delta_RH, normed_RH, codes)
         layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
     def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 each family's own type
@@ -328,6 +335,9 @@ class LayerStack(StepWorkspace):
         if requests.chosen.specs:
             held |= self.acquire(requests.chosen)
         return self._make_buffers(held, self._quantized(requests.codes))
+
+    def _buffers_of(self, attention: AnyAttention, num_rows: int) -> Any:  # noqa: ANN401 each family's own type
+        return (self._state_buffers if isinstance(attention, StateLayer) else self._attention_buffers)(num_rows)
 
     def _state_buffers(self, num_rows: int) -> StateBuffers:
         requests = self.requests(num_rows)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.kernels.packed_kernels import UNPROVEN_FAMILIES, arranged, has_kernel, has_tiles
+from holdfast.kernels.packed_kernels import arranged, has_kernel, has_tiles
 from holdfast.quant.packed_schemes import PackedRows, PackedScheme, join_rows, plain_scheme
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -55,10 +55,6 @@ def packed_form(
     without = next((one.scheme for one in parts if not is_fast(kind, one.scheme, device, len(parts), shape[-1])), None)
     if recipe.packed.keeps == "with_kernel" and without is not None:
         return PackedForm((), f"no kernel on {device} takes {without.title} yet")
-    unproven = next((one.scheme for one in parts if one.scheme.family in UNPROVEN_FAMILIES[device]), None)
-    if recipe.packed.keeps == "with_kernel" and unproven is not None:
-        reason = f"kernels for {unproven.title} have not run on a GPU yet, and packed_weights=as_stored takes them"
-        return PackedForm((), reason)
     return PackedForm(parts, num_columns=shape[-1])
 
 

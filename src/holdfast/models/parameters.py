@@ -497,10 +497,12 @@ def _list_state(one: _Lister, state: StateSpec) -> list[Parameter]:
     channels, width, heads = state.num_channels, state.conv_width, state.value_heads
     if state.is_joined:
         in_proj = _joined(one, "in_proj", own.in_proj_qkvz, parts, state.key_heads)
-        in_gates = _joined(one, "in_gates", own.in_proj_ba, (heads, heads), state.key_heads, "router")
     else:
         modules = [(own.in_proj_qkv, channels), (own.in_proj_z, state.value_size)]
         in_proj = one.matrix("in_proj", modules, hidden, "linear", "rows")
+    if state.joins_gates:
+        in_gates = _joined(one, "in_gates", own.in_proj_ba, (heads, heads), state.key_heads, "router")
+    else:
         in_gates = one.matrix("in_gates", [(own.in_proj_b, heads), (own.in_proj_a, heads)], hidden, "router", "rows")
     conv = Part(f"{one.theirs}{own.conv}.weight", 0, (channels, 1, width))
     return [

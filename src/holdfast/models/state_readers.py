@@ -31,7 +31,9 @@ def read_state(settings: Settings, num_layers: int, *, is_joined: bool) -> State
     gate = _output_gate(settings)
     if not layers:
         return None
-    return StateSpec(layers, keys, values, key_dim, value_dim, width, output_gate=gate, is_joined=is_joined)
+    return StateSpec(
+        layers, keys, values, key_dim, value_dim, width, output_gate=gate, is_joined=is_joined, joins_gates=is_joined
+    )
 
 
 def _layer_kinds(settings: Settings, num_layers: int) -> tuple[str, ...]:

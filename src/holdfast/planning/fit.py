@@ -84,7 +84,8 @@ class RunnerPlan:
         if self.resolved.state_layers() is None:
             return None
         config = self.resolved.request.config
-        return StateRule(num_snapshots=self.resolved.num_snapshots, snapshot_tokens=config.snapshot_tokens)
+        own = {"num_snapshots": self.resolved.num_snapshots, "num_drafts": self.resolved.num_proposals}
+        return StateRule(snapshot_tokens=config.snapshot_tokens, **own)
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

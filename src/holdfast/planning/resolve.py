@@ -395,7 +395,7 @@ class Resolved:
         heads = self.heads()
         if heads is None or heads.state is None:
             return None
-        return StateLayers(heads.state, self.dtype, self.target.kind)
+        return StateLayers(heads.state, self.dtype, self.target.kind, self.num_proposals)
 
 
 def resolve(request: PlanRequest) -> Resolved:
@@ -608,8 +608,9 @@ def _unrewindable(model: DeclaredModel, kv_format: KVFormat) -> str | None:
     """Return why a model cannot drop a rejected draft token; None if it can."""
     if model.not_runnable is not None:
         return f"{model.name} is planned, not run: {model.not_runnable}"
-    if model.kv_bytes_per_sequence(kv_format):
-        return f"{model.name} keeps a state of a sequence, which cannot drop a rejected token"
+    heads = model.declaration.heads(ALONE)
+    if model.kv_bytes_per_sequence(kv_format) and (heads is None or heads.state is None):
+        return f"{model.name} keeps sums of a sequence's tokens, which cannot drop a rejected one"
     for rows in model.declaration.cache_rows(kv_format, ALONE):
         if rows.ratio > 1:
             return f"{model.name} keeps one row for {rows.ratio} tokens ({rows.name}), which cannot drop one of them"

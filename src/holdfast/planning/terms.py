@@ -42,6 +42,7 @@ _BATCH_REASONS = {
     "positions": "one a row of a step",
     "slots": "one a row of a step",
     "states": "one a row of a step: the place of its sequence's state",
+    "drafts": "one a row of a step: draft tokens, and how many were accepted before",
     "keep_slots": "one a row of a step: where the token that is chosen from it is kept",
     "logit_rows": "one a row of a step",
     "page_table": "pages of every sequence of a step, at its longest",
@@ -56,13 +57,15 @@ def batch_terms(
     tokens_per_row: tuple[int, ...] = (),
     has_states: bool = False,
     near_tokens: int = 0,
+    has_drafts: bool = False,
 ) -> tuple[Term, ...]:
     """Return the bytes of the input buffers, and on a GPU of the page tables.
 
     `chunks_per_page` and `tokens_per_row` have a number for each cache group; the latter may be empty if all are 1.
-    `near_tokens`: tokens of a page of the last group, if that is the group of near pages.
+    `near_tokens`: tokens of a page of the last group, if that is the group of near pages. `has_drafts`: states must not
+    keep draft tokens.
     """
-    specs = input_specs(limits, len(chunks_per_page), device_kind, has_states)
+    specs = input_specs(limits, len(chunks_per_page), device_kind, has_states, has_drafts)
     if device_kind != "cpu":
         for group, chunks in enumerate(chunks_per_page):
             is_last = group == len(chunks_per_page) - 1
@@ -79,7 +82,7 @@ def input_term(spec: TensorSpec) -> Term:
 
 
 def input_specs(
-    limits: Limits, num_groups: int = 1, device_kind: str = "cpu", has_states: bool = False
+    limits: Limits, num_groups: int = 1, device_kind: str = "cpu", has_states: bool = False, has_drafts: bool = False
 ) -> tuple[TensorSpec, ...]:
     """Return the buffers with one element a row. They are adjacent, and their length aligns each.
 
@@ -89,7 +92,7 @@ def input_specs(
     shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
     slots = (_of_group("slots", group) for group in range(num_groups))
     keep_slots = () if device_kind == "cpu" else ("keep_slots",)
-    states = ("states",) if has_states else ()
+    states = (*(("states",) if has_states else ()), *(("drafts",) if has_drafts else ()))
     names = ("token_ids", "positions", *slots, *states, *keep_slots, "logit_rows")
     return tuple(TensorSpec(name, shape_T, "int64") for name in names)
 
@@ -365,7 +368,7 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
     terms = [
         *_cache_terms(resolved),
         *workspace.terms(),
-        *batch_terms(limits, kind, *_group_shapes(resolved)),
+        *batch_terms(limits, kind, *_group_shapes(resolved), has_drafts=state is not None and state.num_drafts > 0),
         *sampling_terms(limits.sampled_rows, declared.vocab_size, kind),
         *_pooled_terms(resolved),
         *_rope_terms(resolved),

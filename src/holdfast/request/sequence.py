@@ -106,6 +106,8 @@ class ScheduledSequence(NamedTuple):
     """Draft tokens, which end the new tokens; each that sampling confirms is accepted."""
     source: Sequence | None = None
     """The sequence that it forks from: it has no row and samples from the source's last row."""
+    num_accepted: int = 0
+    """Draft tokens that its last step accepted: states outside the pages lack them. The runner sets it."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, num_new_tokens: int) -> "ScheduledSequence":

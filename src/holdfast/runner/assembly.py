@@ -122,9 +122,8 @@ class Assembly:
         model = LayerStack(parts) if spec.compressed is None else CompressedDecoder(parts)
         self._record(backend)
         shapes = chunk_shapes(cache, storage.num_pages)
-        buffers = BatchBuffers(
-            limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
-        )
+        kinds = {"has_states": cache.has_states, "has_drafts": states is not None and plan.resolved.num_proposals > 0}
+        buffers = BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, **kinds)
         runner = Runner(
             RunnerParts(
                 model,

@@ -8,7 +8,7 @@ here: tokens (sampled here, and added when a step is booked), block tables, and 
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
 With draft tokens the end of a step is unknown until it is booked. Until then its sequence is *open*: no other step
-takes it.
+takes it. A state outside the pages lacks the draft tokens that were accepted; the next step of the sequence applies them.
 Pages that a window has freed stay in the tables and are never read. A sequence may begin some tokens before
 the end of its stored tokens, if a state must be recomputed from them (engine/scheduler.py): see `num_stored`.
 
@@ -42,6 +42,8 @@ class _Seat:
     """Tokens of booked steps; None before the first."""
     is_open: bool = False
     """A step with draft tokens is in flight."""
+    num_accepted: int = 0
+    """Accepted draft tokens that its state outside the pages lacks."""
     copies: tuple[RowCopy, ...] = ()
     """Rows that its first step copies."""
     state_from: int = NO_PLACE
@@ -100,6 +102,7 @@ class Slots:
             seat.num_computed = num_computed
             if item.proposals:
                 seat.next_start, seat.num_tokens, seat.is_open = num_computed, sequence.num_tokens, False
+                seat.num_accepted = 0 if self._rule is None else len(own.token_ids) - 1
 
     def forget_flights(self) -> None:
         """Undo steps in flight, which were dropped; their admissions and pages stay."""
@@ -246,7 +249,8 @@ class Slots:
             if places != (NO_PLACE, NO_PLACE):
                 _refuse_item(step, item, f"copies snapshots {places}, and has none")
             return
-        start, num_new, num_prompt = item.start, item.num_new_tokens, seat.sequence.num_prompt_tokens
+        start, num_prompt = item.start, seat.sequence.num_prompt_tokens
+        num_new = item.num_new_tokens - len(item.proposals)
         if is_first and (seat.state_from == NO_PLACE) != (start == 0):
             _refuse_item(step, item, f"begins at position {start} with snapshot {seat.state_from}")
         is_grid = start >= num_prompt or start % rule.grid == 0
@@ -264,6 +268,9 @@ class Slots:
 
     def _check_proposals(self, step: Step, item: StepItem, seat: _Seat) -> None:
         sequence = seat.sequence
+        most = len(item.proposals) if self._rule is None else self._rule.num_drafts
+        if len(item.proposals) > most:
+            _refuse_item(step, item, f"has {len(item.proposals)} proposals, and its slot keeps {most}")
         if item.num_new_tokens != 1 + len(item.proposals):
             _refuse_item(step, item, f"has {len(item.proposals)} proposals among {item.num_new_tokens} tokens")
         if not item.samples:
@@ -321,8 +328,9 @@ class Slots:
         seat.next_start = item.start + item.num_new_tokens
         seat.num_tokens += item.samples
         seat.is_open = bool(item.proposals)
-        source = sources.get(item.slot)
-        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals, source)
+        num_accepted, seat.num_accepted = seat.num_accepted, 0
+        positions = item.start, item.num_new_tokens, item.samples
+        return ScheduledSequence(sequence, *positions, item.proposals, sources.get(item.slot), num_accepted)
 
 
 def _room(group: CacheGroup, table: list[int]) -> int:

@@ -20,10 +20,11 @@ How entries reach the device, by cost:
 
 Everything else:
 
-token_ids | positions | slots | states | keep_slots | logit_rows      int64, one allocation; slots G times; each as long
-                                                                      as the largest step; no keep_slots if device and
-                                                                      host memory are one; states only if the cache
-                                                                      has some
+token_ids | positions | slots | states | drafts | keep_slots | logit_rows     int64, one allocation; slots G times; each as
+                                                                              long as the largest step; no keep_slots
+                                                                              if device and host memory are one; states
+                                                                              only if the cache has some; drafts if
+                                                                              states must not keep them
 
 If a step in flight is still choosing a token, its id is -1 - slot, the runner's slot of its sequence. A kernel replaces
 it by the token (kernels/sampling/last_tokens.py). keep_slots says which slots store the tokens of this step.
@@ -50,6 +51,7 @@ from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.kernels.attention.write_kv import BLOCK, PADDING, scatter_pages
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
+from holdfast.kernels.state.state_rows import DRAFT
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import input_specs, input_term, listed_entries, page_table_specs
@@ -250,7 +252,8 @@ class BatchBuffers:
 
     If `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
     Otherwise the device has its own memory and page tables. `shapes` says how pages of each cache group become chunks.
-    If `has_states`, each row holds the place of its sequence's state, which is its slot.
+    If `has_states`, each row holds the place of its sequence's state, which is its slot; if `has_drafts`, also what
+    states must not keep, and what they lack (kernels/state/state_rows.py).
     """
 
     def __init__(
@@ -262,8 +265,9 @@ class BatchBuffers:
         is_shared: bool,
         shapes: SequenceABC[ChunkShape] = ONE_GROUP,
         has_states: bool = False,
+        has_drafts: bool = False,
     ) -> None:
-        specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda", has_states)
+        specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda", has_states, has_drafts)
         self._page_tokens = limits.page_tokens
         self._shapes = tuple(shapes)
         self._has_pages_for_chunks = all(shape.is_page for shape in shapes)
@@ -274,10 +278,12 @@ class BatchBuffers:
         self._host = tuple(self.inputs.host)
         self._own_slots = slice(2, 2 + len(shapes))
         self._host_slots = self._host[self._own_slots]
-        self._num_listed = 2 + len(shapes) + has_states
+        self._num_listed = 2 + len(shapes) + has_states + has_drafts
         """Buffers with an entry per row of a step; after the second, -1 means none."""
         self._host_states = self._host[2 + len(shapes)] if has_states else None
         self._states_T = self.inputs.tensor[2 + len(shapes)] if has_states else None
+        self._host_drafts = self._host[self._num_listed - 1] if has_drafts else None
+        self._drafts_T = self.inputs.tensor[self._num_listed - 1] if has_drafts else None
         self._ids_T, self._positions_T, self._logit_rows_T = (self.inputs.tensor[row] for row in (0, 1, -1))
         self._slots_GT = self.inputs.tensor[self._own_slots]
         self.keep_slots_T = None if is_shared else self.inputs.tensor[-2]
@@ -331,6 +337,7 @@ class BatchBuffers:
             logits,
             None if self.page_table is None else self.page_table.tables,
             None if self._states_T is None else self._states_T[:num_rows],
+            None if self._drafts_T is None else self._drafts_T[:num_rows],
         )
 
     def _write_rows(self, step: LiveStep) -> list[SequenceRows]:
@@ -367,13 +374,19 @@ class BatchBuffers:
             if self._host_states is not None:
                 assert sequence.slot >= 0, f"{sequence.sequence_id=} has no slot, and a state needs a place"
                 self._host_states[row:end] = sequence.slot
+            num_drafts = len(item.proposals)
+            if self._host_drafts is not None:
+                self._host_drafts[row] = item.num_accepted
+                if num_rows > 1:
+                    self._host_drafts[row + 1 : end - num_drafts] = 0
+                    self._host_drafts[end - num_drafts : end] = DRAFT
             if start < sequence.num_stored:  # recomputed for states only: pages hold these already
                 self.inputs.host[self._own_slots, row : min(end, row + sequence.num_stored - start)] = PADDING_SLOT
             if not self._has_pages_for_chunks:
                 tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
             is_prompt = start < sequence.num_prompt_tokens
             place = -1 if self._host_states is None else sequence.slot
-            sequences.append(SequenceRows(row, num_rows, start, tables, table_row, is_prompt, place))
+            sequences.append(SequenceRows(row, num_rows, start, tables, table_row, is_prompt, place, num_drafts))
             row = end
         return sequences
 

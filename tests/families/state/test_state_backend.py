@@ -1,6 +1,7 @@
 """Backends of layers with a state: lists of a step, the choice for both kinds of layers, bytes that are held as declared."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -23,22 +24,31 @@ SPEC = StateSpec(frozenset({0, 1, 4}), key_heads=2, value_heads=6, key_dim=16, v
 BOUNDS = StepBounds(max_num_seqs=3, max_num_rows=200, page_tokens=16)
 
 
-def make_batch(pieces: list[Piece], num_padding: int = 0, *, is_listed: bool = False) -> Batch:
+def make_batch(
+    pieces: list[Piece], num_padding: int = 0, *, is_listed: bool = False, num_drafts: list[int] | None = None
+) -> Batch:
     num_rows = sum(piece.num_rows for piece in pieces) + num_padding
     places_T, positions_T = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.int64)
     sequences = []
-    for row, count, place, start in pieces:
-        places_T[row : row + count] = place
-        positions_T[row : row + count] = torch.arange(start, start + count)
-        sequences.append(SequenceRows(row, count, start, ((),), place=place))
+    for piece, drafts in zip(pieces, num_drafts or [0] * len(pieces), strict=True):
+        (row, count, place, start), own = piece, slice(piece.row, piece.row + piece.num_rows)
+        places_T[own] = place
+        positions_T[own] = torch.arange(start, start + count)
+        sequences.append(SequenceRows(row, count, start, ((),), place=place, num_drafts=drafts))
     ids_T, slots_GT = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(1, num_rows, dtype=torch.int64)
     logits = LogitRows(torch.zeros(0, dtype=torch.int64), ()) if is_listed else None
-    return Batch(ids_T, positions_T, slots_GT, tuple(sequences), logits, states_T=places_T)
+    drafts_T = None if num_drafts is None else torch.zeros(num_rows, dtype=torch.int64)
+    return Batch(ids_T, positions_T, slots_GT, tuple(sequences), logits, states_T=places_T, drafts_T=drafts_T)
 
 
 @pytest.fixture
 def backend() -> StateBackend:
-    return StateBackend(StateStorage(SPEC.parts("float32"), 5, CPU, Ledger()), BOUNDS, CPU)
+    return make_backend()
+
+
+def make_backend(num_drafts: int = 0) -> StateBackend:
+    own = StateLayers(SPEC, "float32", "cpu", num_drafts)
+    return StateBackend(StateStorage(SPEC.parts("float32"), 5, CPU, Ledger()), BOUNDS, own, CPU)
 
 
 def test_plan_lists_sequences_if_one_has_several_rows(backend: StateBackend) -> None:
@@ -79,6 +89,37 @@ def test_held_bytes_are_the_declared_ones(backend: StateBackend) -> None:
     layers = StateLayers(SPEC, "float32", "cpu")
     terms = {term.owner: term.num_bytes for term in TorchStateDeclaration().terms(layers, BOUNDS)}
     assert backend.held_bytes() == {"states/lists": terms["states/lists"]}
+
+
+def test_plan_lists_sequences_without_their_draft_tokens() -> None:
+    """Chunk kernels take sequences with several rows, and draft tokens are none."""
+    backend = make_backend(num_drafts=4)
+    batch = make_batch([Piece(0, 5, 2, 70), Piece(5, 1, 0, 3), Piece(6, 3, 1, 0)], num_drafts=[4, 0, 0])
+    rows = backend.plan(batch)
+    assert rows.pieces() == [Piece(0, 1, 2, 70), Piece(5, 1, 0, 3), Piece(6, 3, 1, 0)]
+    assert rows.chunks_M4 is not None and rows.chunks_M4[:2].tolist() == [[2, 6, 3, 0], [0] * 4]  # noqa: PT018
+    assert rows.drafts_T is batch.drafts_T
+    single = make_batch([Piece(0, 1, 2, 70)], num_drafts=[0])
+    assert backend.plan(single).drafts_T is single.drafts_T
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_kept_drafts_are_the_declared_bytes(num_drafts: int, gate: Literal["head", "channel"]) -> None:
+    """Inputs of the convolution for each draft token, and gates of twice as many positions and one."""
+    own = StateLayers(replace(SPEC, gate=gate), "bfloat16", "cpu", num_drafts)
+    channels, decays = 2 * 2 * 16 + 6 * 24, 6 * (16 if gate == "channel" else 1)
+    expected = 3 * 3 * (num_drafts * channels * 2 + (2 * num_drafts + 1) * (decays + 6) * 4)
+    for declaration in (TorchStateDeclaration(), TritonStateDeclaration()):
+        terms = {term.owner: term.num_bytes for term in declaration.terms(own, BOUNDS)}
+        assert terms["states/drafts"] == expected
+        (accepted,) = (one for one in declaration.scratch(own, BOUNDS) if one.name == f"{SCRATCH}accepted")
+        assert (accepted.shape, accepted.dtype) == ((3, num_drafts, channels), "bfloat16")
+    backend = StateBackend(StateStorage(SPEC.parts("bfloat16"), 5, CPU, Ledger()), BOUNDS, own, CPU)
+    assert backend.held_bytes()["states/drafts"] == expected
+    first, last = backend.layer(0).drafts, backend.layer(4).drafts
+    assert {x.data_ptr() for x in first}.isdisjoint(x.data_ptr() for x in last)
+    assert make_backend().layer(4).drafts == ()
 
 
 def test_parts_are_the_bytes_of_the_contract() -> None:

@@ -9,6 +9,8 @@ from holdfast.kernels.gemm.quantize_activations import (
     add_rms_norm_coded_reference,
     add_rms_norm_coded_triton,
     quantize_rows_reference,
+    rms_norm_codes,
+    rms_norm_codes_triton,
 )
 from holdfast.kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
@@ -96,6 +98,30 @@ def test_add_rms_norm_coded_refuses_wrong_code_buffers(device):
         )
         with pytest.raises(AssertionError, match="shape"):
             add_rms_norm_coded_triton(x, x.clone(), weight, EPS, torch.empty_like(x), wrong)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("num_scales", [1, 3])
+def test_rms_norm_codes_are_those_of_the_stored_norm(device, num_scales, has_delta, dtype):
+    x, delta, weight = (random(count, 300, seed=seed).to(device, dtype) for seed, count in enumerate((5, 5, 1)))
+    results = []
+    for function in (add_rms_norm_coded_triton, rms_norm_codes_triton):
+        zones, stream = RedZones(device), x.clone()
+        codes = zones.allocate(5, 300, dtype=torch.uint8).fill_(0x55).view(torch.float8_e4m3fn)
+        quantized = QuantizedRows(codes, zones.allocate(5, num_scales).fill_(7.0))
+        scratch = torch.full_like(x, float("nan"))
+        function(stream, delta if has_delta else None, weight[0], EPS, scratch, quantized)
+        zones.check()
+        results.append((stream, codes.view(torch.uint8), quantized.scales_TB))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_rms_norm_codes_on_a_cpu_are_those_of_the_norm():
+    x, weight, quantized = random(3, 96), random(96, seed=2), room(RedZones(torch.device("cpu")), 3, 96)
+    rms_norm_codes(x.clone(), None, weight, EPS, torch.empty_like(x), quantized)
+    assert_codes_of(rms_norm_reference(x, weight, EPS), quantized)
 
 
 @pytest.mark.gpu

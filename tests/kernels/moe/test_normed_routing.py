@@ -10,7 +10,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, Sma
 from holdfast.kernels.gemm.linear import dequantize_rows
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SPLIT_K_COLUMNS
-from holdfast.kernels.moe.normed_routing import route_normed, route_normed_reference, route_normed_triton
+from holdfast.kernels.moe.normed_routing import SharedGate, route_normed, route_normed_reference, route_normed_triton
 from holdfast.kernels.moe.routing import Routing, route_tokens_reference
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import codable_rows, widest_on
@@ -31,8 +31,8 @@ SIZES = [(1, 1, 5), (3, 3, 64), (8, 60, 200), (2, 7, 300), (8, 128, 256)]
 class Found:
     """What one launch left."""
 
-    def __init__(self, logits_TE, ids_TS, shares_TS, finished, scales_T1) -> None:
-        self.logits_TE, self.ids_TS, self.shares_TS = logits_TE, ids_TS, shares_TS
+    def __init__(self, logits_TE, ids_TS, shares_TS, finished, scales_T1, gate_T1=None) -> None:
+        self.gate_T1, self.logits_TE, self.ids_TS, self.shares_TS = gate_T1, logits_TE, ids_TS, shares_TS
         self.finished, self.scales_T1 = finished, scales_T1
 
     def rows(self) -> torch.Tensor:
@@ -54,7 +54,9 @@ class Case:
         self.bias_E = random(num_experts, seed=seed + 3).to(dtype) if has_bias else None
 
 
-def run(case: Case, device, is_coded=False, normalize=True, function=route_normed_triton, rows=None) -> Found:
+def run(
+    case: Case, device, is_coded=False, normalize=True, function=route_normed_triton, rows=None, gate_1K=None
+) -> Found:
     rows = list(range(len(case.x_TK))) if rows is None else rows
     zones, num_experts = RedZones(device), len(case.router_EK)
     squares_TJ, scaled_TK = case.squares_TJ[rows], case.scaled_TK[rows]
@@ -73,6 +75,9 @@ def run(case: Case, device, is_coded=False, normalize=True, function=route_norme
     dtype = torch.uint8 if is_coded else scaled_TK.dtype
     place = zones.allocate(num_rows, size_k, dtype=dtype).fill_(0x7F)
     finished = place.view(torch.float8_e4m3fn) if is_coded else place
+    gate = None
+    if gate_1K is not None:
+        gate = SharedGate(amid(gate_1K, device), zones.allocate(num_rows, 1).fill_(NAN))
     bias = None if case.bias_E is None else amid(case.bias_E[None], device)[0]
     function(
         NormedRows(amid(scaled_TK, device), num_squares, EPS),
@@ -84,10 +89,12 @@ def run(case: Case, device, is_coded=False, normalize=True, function=route_norme
         shares,
         finished if scales is None else QuantizedRows(finished, scales),
         scratch,
+        gate,
     )
     zones.check()
     assert not arrived.any(), "counters are zeros between launches"
-    cpu = [None if tensor is None else tensor.cpu() for tensor in (logits, ids, shares, finished, scales)]
+    made = logits, ids, shares, finished, scales, None if gate is None else gate.logit_T1
+    cpu = [None if tensor is None else tensor.cpu() for tensor in made]
     return Found(*cpu)
 
 
@@ -117,6 +124,24 @@ def test_route_normed_is_exact_for_every_size(device, sizes, is_coded):
     for num_rows in (1, 3):
         for normalize in (False, True):
             judge(Case(num_rows, sizes, widest_on(device), has_bias=True), device, is_coded, normalize)
+
+
+@ROWS
+@CODED
+def test_route_normed_gate_logit_is_exact_and_changes_nothing_else(device, num_rows, is_coded):
+    """The logit of each row by its own squares."""
+    case = Case(num_rows, (2, 7, 300), widest_on(device), num_squares=5)
+    gate_1K = random(1, 300, seed=11, scale=0.1).to(case.router_EK.dtype)
+    found, plain = run(case, device, is_coded, gate_1K=gate_1K), run(case, device, is_coded)
+    scaled, squares = case.scaled_TK.double(), case.squares_TJ.double().sum(-1, keepdim=True)
+    exact = scaled @ gate_1K.double().t() * (squares / 300 + EPS).rsqrt()
+    torch.testing.assert_close(found.gate_T1.double(), exact, rtol=1e-5, atol=1e-5)
+    expected = run(case, CPU, is_coded, function=route_normed_reference, gate_1K=gate_1K)
+    torch.testing.assert_close(expected.gate_T1.double(), exact, rtol=1e-5, atol=1e-5)
+    for mine, other in ((found.logits_TE, plain.logits_TE), (found.shares_TS, plain.shares_TS)):
+        assert same_bits(mine, other)
+    assert same_bits(found.ids_TS, plain.ids_TS)
+    assert same_bits(found.rows(), plain.rows())
 
 
 @hypothesis_settings(max_examples=10)

@@ -1,6 +1,6 @@
 """Experts of packed weights in tiles: as the dequantized weights give, for every order of pairs and form of gate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,9 +8,12 @@ import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm import packed_mma, packed_tiles
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, SmallBatchScratch
 from holdfast.kernels.gemm.packed_codes import EVEN_ODD_ASM
 from holdfast.kernels.moe.expert_linear import expert_linear_reference, packed_expert_linear, takes_packed
+from holdfast.kernels.moe.expert_row import down_row_add, takes_down_row
 from holdfast.kernels.moe.routing import ExpertProduct
+from holdfast.kernels.packed_kernels import ARRIVED_BYTES
 from holdfast.quant.packed_values import dequantize_rows
 from holdfast.quant.packed_weight import PackedPart, PackedWeight
 from kernels.exactness import same_bits
@@ -98,6 +101,58 @@ def test_packed_experts_leave_pairs_of_other_ranks(device: torch.device) -> None
         own = (case.expert_ids_TS.flatten() >= 0).nonzero().flatten()
         assert torch.allclose(y[own], whole[own], rtol=1e-5, atol=1e-5)
         assert bool(y[[1, 5]].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "has_bias"),
+    [("Q4_K", (8, 9, 140, 256), False), ("int4", (3, 5, 21, 160), True), ("Q6_K", (1, 2, 128, 512), True)],
+    ids=str,
+)
+def test_packed_down_of_one_token_is_added_to_the_stream(
+    name: str, sizes: tuple[int, int, int, int], has_bias: bool, device: torch.device
+) -> None:
+    """Experts share their sum; the next norm gets what follows from it, and counters are zero again."""
+    top_k, size_n = sizes[0], sizes[2]
+    case, part = packed_case(name, (1, *sizes), False, by_pair=True, has_bias=has_bias)
+    shares, x_before = torch.rand(1, top_k).softmax(-1), torch.randn(1, size_n).to(torch.bfloat16)
+    norm = (1 + 0.3 * torch.randn(size_n)).to(torch.bfloat16)
+
+    def add(function: Callable[..., NormedRows], device: torch.device) -> tuple[torch.Tensor, ...]:
+        zones = RedZones(device)
+        room = torch.full((ARRIVED_BYTES + 4 * top_k * 256,), 0xFF, dtype=torch.uint8, device=device)
+        room[:ARRIVED_BYTES] = 0
+        weight = PackedWeight(part.shape, (on(part, device),), room)
+        x = zones.allocate(1, size_n, dtype=torch.bfloat16).copy_(x_before)
+        scaled = zones.allocate(1, size_n, dtype=torch.bfloat16).fill_(NAN)
+        squares, empty = zones.allocate(-(-size_n // 128)).fill_(NAN), zones.allocate(0)
+        stream = ResidualStream(x, norm.to(device), 1e-5, scaled, SmallBatchScratch(squares, empty, empty))
+        bias = None if case.bias_EN is None else case.bias_EN.to(device)
+        ids, active = case.expert_ids_TS.to(device), case.x_XK.to(device)
+        rows = function(active, weight, ids, shares.to(device), bias, stream)
+        zones.check()
+        assert bool((room[:ARRIVED_BYTES] == 0).all())
+        used = squares.cpu()[: rows.num_squares]
+        return x.cpu(), scaled.cpu(), used.sum()
+
+    x, scaled, squares = add(down_row_add.triton, device)
+    expected, *_ = add(down_row_add.reference, torch.device("cpu"))
+    assert float((x.float() - expected.float()).abs().max() / expected.float().abs().max()) < 8e-3
+    assert same_bits(scaled, (x.float() * norm.float()).to(torch.bfloat16))
+    torch.testing.assert_close(squares, x.float().square().sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_takes_down_row_needs_both_products_alike() -> None:
+    """On a GPU: tiles take both, or neither is packed."""
+    packed = [PackedWeight(part.shape, (part,)) for part in (random_part(SCHEMES["Q4_K"], (2, 8, 256)),)]
+    reference = [PackedWeight(part.shape, (part,)) for part in (random_part(SCHEMES["Q2_K"], (2, 8, 256)),)]
+    plain, x = torch.empty(2, 8, 256), torch.empty(1, 256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_mma, "takes_rows", lambda tensor: True)
+        assert takes_down_row(x, packed[0], packed[0])
+        assert takes_down_row(x, plain, plain)
+        for one, other in ((packed[0], plain), (plain, packed[0]), (packed[0], reference[0])):
+            assert not takes_down_row(x, one, other)
+    assert not takes_down_row(x, packed[0], packed[0])
 
 
 @pytest.mark.gpu

@@ -66,6 +66,7 @@ def make_x(num_rows: int, num_channels: int, dtype=torch.float32, seed: int = 0)
     return torch.randn(num_rows, num_channels, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.each_pair
 @BOTH
 @DTYPES
 @pytest.mark.parametrize(("width", "num_channels", "has_bias"), [(4, 40, False), (2, 300, True), (8, 17, False)])

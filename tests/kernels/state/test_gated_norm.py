@@ -49,4 +49,5 @@ def test_gated_norm_may_overwrite_its_input(device, function) -> None:
 @pytest.mark.gpu
 def test_gated_norm_allocates_nothing(device) -> None:
     o_THV, weight_V = torch.randn(7, 48, 128, device=device).bfloat16(), torch.randn(128, device=device)
-    assert_allocates_nothing(lambda: gated_norm_triton(o_THV, o_THV.clone(), weight_V, 1e-6, o_THV))
+    gate_THV = o_THV.clone()
+    assert_allocates_nothing(lambda: gated_norm_triton(o_THV, gate_THV, weight_V, 1e-6, o_THV))

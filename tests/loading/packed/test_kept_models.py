@@ -86,6 +86,7 @@ def test_load_kept_model_has_the_values_of_the_plain_one(kind: str, tmp_path: Pa
             assert plan.final_bytes == declared.weight_bytes("float32", KEPT, mesh), f"{kind} {name} {mesh}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [{}, MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_llm_kept_model_has_the_logits_of_the_plain_one(kind: str, sizes: dict[str, object], tmp_path: Path) -> None:

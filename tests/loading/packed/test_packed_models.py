@@ -75,6 +75,7 @@ def logits_of(folder: Path, **options: object) -> list[object]:
     return [output.outputs[0].token_ids, output.prompt_logprobs, output.outputs[0].logprobs]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [{}, MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_llm_packed_model_has_the_logits_of_the_plain_one(kind: str, sizes: dict[str, object], tmp_path: Path) -> None:

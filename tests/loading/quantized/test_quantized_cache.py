@@ -99,6 +99,7 @@ def test_cache_slot_second_start_hits_the_saved_entry(cache, model, caplog, reci
     assert names(cache) == [cache_key(first.identity, plan)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
 @pytest.mark.usefixtures("poison")
 def test_load_weights_from_cache_matches_the_first_load(cache, model, recipe):

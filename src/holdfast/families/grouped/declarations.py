@@ -214,10 +214,11 @@ def lane_of_kind(kind: TileKind, max_model_len: int, bounds: StepBounds, near: i
     if not kind.lane_dim:
         return None
     num_seqs = min(bounds.max_num_seqs, bounds.max_num_rows)
-    most_blocks = num_seqs * (-(-max_model_len // BLOCK_TOKENS) + 1)
+    num_blocks, num_near = -(-max_model_len // BLOCK_TOKENS) + 1, bounds.max_num_rows // BLOCK_TOKENS if near else 0
     if near:
-        most_blocks += bounds.max_num_rows // BLOCK_TOKENS + 2 * num_seqs
-    return lane_geometry(kind.num_heads, kind.num_kv_heads, kind.lane_dim, most_blocks)
+        num_blocks += 2
+    most_blocks, longest_blocks = num_seqs * num_blocks + num_near, num_blocks + num_near
+    return lane_geometry(kind.num_heads, kind.num_kv_heads, kind.lane_dim, most_blocks, longest_blocks)
 
 
 def lane_bytes(specs: Sequence[AttentionSpec], bounds: StepBounds) -> int:

@@ -39,6 +39,9 @@ class GroupedBuffers(NamedTuple):
 class GroupedAttentionLayer:
     """One layer's attention over any backend of the family."""
 
+    reads_codes_alone = True
+    """True: nothing reads the norm of x if the projection takes its codes."""
+
     def __init__(
         self,
         layer: int,

@@ -75,6 +75,9 @@ class LatentWeights(NamedTuple):
 class LatentAttentionLayer:
     """One layer's latent attention over any backend of the family."""
 
+    reads_codes_alone = False
+    """False: an index reads the norm of x beside its codes."""
+
     def __init__(self, layer: int, weights: LatentWeights, rotary: Rotary, backend: LatentBackend) -> None:
         self.qkv_a, self.q, self.o, self._q_norm, self._norm, self.kv_b_NXL = weights
         self._layer = layer

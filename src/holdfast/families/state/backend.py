@@ -8,35 +8,43 @@ from holdfast.attention.backend import AttentionBackend, Batch, EagerStep, Layer
 from holdfast.attention.declarations import StepBounds
 from holdfast.cache.places import CONV, RECURRENT
 from holdfast.cache.storage import StateStorage
+from holdfast.families.state.spec import DRAFTS, LISTS, StateLayers
 from holdfast.kernels.state.state_geometry import state_list_specs
 from holdfast.kernels.state.state_rows import Piece, StateRows, fill_lists
 from holdfast.memory.arena import MirroredTensor
 
 
 class LayerStates(NamedTuple):
-    """The states of one layer, by place."""
+    """The states of one layer, by place, and what it keeps of draft tokens, by slot."""
 
     conv_PCW: torch.Tensor
     recurrent_PHKV: torch.Tensor
+    drafts: tuple[torch.Tensor, ...] = ()
+    """The first fields of KeptDrafts; empty without draft tokens."""
 
 
 class StateBackend:
-    """States of all layers, and the lists of a step's sequences and chunks in fixed memory."""
+    """States of all layers, draft tokens, and the lists of a step's sequences and chunks in fixed memory."""
 
-    def __init__(self, states: StateStorage, bounds: StepBounds, device: torch.device) -> None:
+    def __init__(self, states: StateStorage, bounds: StepBounds, layers: StateLayers, device: torch.device) -> None:
         self._states = states
+        kept = layers.kept_drafts(bounds.max_num_seqs)
+        self._drafts = tuple(torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device) for x in kept)
+        self._places = {layer: place for place, layer in enumerate(sorted(layers.spec.layers))}
         is_shared = device.type == "cpu"
         specs = state_list_specs(bounds.max_num_rows, bounds.max_num_seqs)
         self._lists = tuple(MirroredTensor(spec.shape, torch.int32, device, is_shared) for spec in specs)
 
     def layer(self, layer: int) -> LayerStates:
-        return LayerStates(self._states.state(layer, CONV), self._states.state(layer, RECURRENT))
+        drafts = tuple(x[self._places[layer]] for x in self._drafts)
+        return LayerStates(self._states.state(layer, CONV), self._states.state(layer, RECURRENT), drafts)
 
     def held_bytes(self) -> dict[str, int]:
-        return {"states/lists": sum(one.tensor.nbytes for one in self._lists)}
+        held = {LISTS: sum(one.tensor.nbytes for one in self._lists)}
+        return held | ({DRAFTS: sum(x.nbytes for x in self._drafts)} if self._drafts else {})
 
     def plan(self, batch: Batch, captured: bool = False) -> StateRows:
-        """List the step's sequences, unless each has one row.
+        """List the step's sequences without their draft tokens, unless each has one row.
 
         A captured decode step has none of the lists: its rows are its sequences (`Batch.logits` is None there).
         """
@@ -46,14 +54,16 @@ class StateBackend:
         if captured:
             is_listed = batch.logits is not None
         if not is_listed:
-            return StateRows(places_T, positions_T)
-        pieces = [Piece(rows.row_start, rows.num_rows, rows.place, rows.start) for rows in batch.sequences]
+            return StateRows(places_T, positions_T, drafts_T=batch.drafts_T)
+        pieces = [
+            Piece(rows.row_start, rows.num_rows - rows.num_drafts, rows.place, rows.start) for rows in batch.sequences
+        ]
         for one in self._lists:
             one.wait()
         fill_lists(pieces, *(torch.from_numpy(one.host) for one in self._lists))
         for one in self._lists:
             one.send([(0, one.host.size)])
-        return StateRows(places_T, positions_T, *(one.tensor for one in self._lists))
+        return StateRows(places_T, positions_T, *(one.tensor for one in self._lists), drafts_T=batch.drafts_T)
 
 
 class HybridPlan(NamedTuple):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdfast.attention.declarations import HALF_PRECISION, AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.families.state.spec import SCRATCH, StateLayers
+from holdfast.families.state.spec import DRAFTS, LISTS, SCRATCH, StateLayers
 from holdfast.kernels.state.state_geometry import (
+    ACCEPTED,
     CHUNK_ROWS,
     delta_chunk_specs,
     state_list_specs,
@@ -29,13 +30,21 @@ class StateDeclaration:
         raise NotImplementedError
 
     def scratch(self, layers: StateLayers, bounds: StepBounds) -> tuple[TensorSpec, ...]:
-        """List the workspace of a layer, beside `StateSpec.tensors`."""
-        return ()
+        """List the workspace of a layer, beside `StateSpec.tensors`: outputs for accepted draft tokens."""
+        if not layers.num_drafts:
+            return ()
+        shape = bounds.max_num_seqs, layers.num_drafts, layers.spec.num_channels
+        return (TensorSpec(f"{SCRATCH}{ACCEPTED}", shape, layers.dtype),)
 
     def terms(self, layers: StateLayers, bounds: StepBounds) -> tuple[Term, ...]:
         """List the memory the backend holds for life."""
         specs = state_list_specs(bounds.max_num_rows, bounds.max_num_seqs)
-        return (Term("states/lists", sum(spec.num_bytes for spec in specs), "sequences and chunks of a step"),)
+        lists = Term(LISTS, sum(spec.num_bytes for spec in specs), "sequences and chunks of a step")
+        kept = layers.kept_drafts(bounds.max_num_seqs)
+        if not kept:
+            return (lists,)
+        reason = f"inputs of up to {layers.num_drafts} draft tokens a sequence in {len(layers.spec.layers)} layers"
+        return lists, Term(DRAFTS, sum(spec.num_bytes for spec in kept), reason)
 
 
 class TritonStateDeclaration(StateDeclaration):
@@ -56,7 +65,8 @@ class TritonStateDeclaration(StateDeclaration):
         own = delta_chunk_specs(
             bounds.max_num_rows, bounds.max_num_seqs, spec.value_heads, spec.key_dim, layers.dtype, spec.gate
         )
-        return tuple(TensorSpec(f"{SCRATCH}{one.name}", one.shape, one.dtype) for one in own)
+        chunks = (TensorSpec(f"{SCRATCH}{one.name}", one.shape, one.dtype) for one in own)
+        return (*chunks, *super().scratch(layers, bounds))
 
 
 class TorchStateDeclaration(StateDeclaration):
@@ -74,6 +84,9 @@ class TorchStateDeclaration(StateDeclaration):
         num_elements += bounds.max_num_seqs * (3 * spec.num_channels * spec.conv_width + 5 * keys)
         num_elements += CHUNK_ROWS * (6 * keys + 6 * spec.value_size + 5 * spec.value_heads * CHUNK_ROWS)
         num_elements += 3 * spec.value_heads * spec.key_dim * spec.value_dim
+        # Draft tokens of one sequence, and the state that they advance.
+        drafts = layers.num_drafts * (3 * spec.num_channels * spec.conv_width + 3 * spec.value_size)
+        num_elements += drafts + (keys * spec.value_dim if drafts else 0)
         reason = "rows of a step in float32, one chunk of them at a time, and a state that advances"
         return (*super().terms(layers, bounds), Term("states/rows", bytes_for("float32", (num_elements,)), reason))
 

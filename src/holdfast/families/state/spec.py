@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from holdfast.cache.places import CONV, RECURRENT, StatePart
+from holdfast.kernels.state.state_geometry import draft_specs
 from holdfast.memory.workspace_plan import TensorSpec
 
 SCRATCH = "state."
 """Prefix of a state backend's scratch among the scratch of a model's backends."""
+LISTS, DRAFTS = "states/lists", "states/drafts"
+"""Owners of what a state backend holds for life."""
 RECURRENT_DTYPE = "float32"
 
 
@@ -34,6 +37,10 @@ class StateSpec:
     """Function of the factor on normed outputs."""
     is_joined: bool = False
     """Checkpoints join projections by key head: its query, key, values and gates, then the next head's."""
+    joins_gates: bool = False
+    """Checkpoints join the inputs of beta and of the decay by key head, too. GGUF files may join these alone."""
+    is_tiled: bool = False
+    """Columns of the output projection are the first value head of each key head, then the second of each (GGUF)."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -61,6 +68,14 @@ class StateSpec:
     def shape(self) -> tuple[int, ...]:
         """Sizes of one layer."""
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width
+
+    @property
+    def value_runs(self) -> tuple[tuple[slice, slice], ...]:
+        """Value heads, and their places among the inputs of the output projection."""
+        if not self.is_tiled:
+            return ((slice(None), slice(None)),)
+        ratio, count = self.value_heads // self.key_heads, self.key_heads
+        return tuple((slice(place, None, ratio), slice(place * count, (place + 1) * count)) for place in range(ratio))
 
     def runs(self, name: str) -> tuple[int, ...]:
         """Return the rows of a parameter that ranks split by key head, part by part; empty if they do not."""
@@ -114,3 +129,14 @@ class StateLayers(NamedTuple):
     """torch's name of the type of activations."""
     device_kind: str
     """cpu or cuda."""
+    num_drafts: int = 0
+    """Most draft tokens of a sequence in a step."""
+
+    def kept_drafts(self, max_num_seqs: int) -> tuple[TensorSpec, ...]:
+        """Declare what slots keep of draft tokens between steps; empty without draft tokens."""
+        if not self.num_drafts:
+            return ()
+        spec = self.spec
+        gates = (spec.value_heads,) if spec.gate == "head" else (spec.value_heads, spec.key_dim)
+        sizes = len(spec.layers), max_num_seqs, self.num_drafts, spec.num_channels
+        return draft_specs(*sizes, gates, self.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.kernels.exchange.signals import begin_rendezvous, end_rendezvous
 from holdfast.kernels.exchange.sum_rows import Ranks, Tiles, add_rooms, sum_rows_reference, tile_forms
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.triton_compat import (
     can_run,
     check_dense,
@@ -39,6 +40,8 @@ class DeferredStream(NamedTuple):
     """float32: the squares of x summed by block."""
     amax: Tensor | None = None
     """float32: the largest magnitude of `scaled_TH` by block, if products quantize their rows."""
+    offset: float = 0.0
+    """Added to the norm's weight."""
 
 
 def row_form(num_rows: int) -> bool:
@@ -64,10 +67,10 @@ def add_rows(parts: Sequence[Tensor], onto: DeferredStream) -> int:
 
 def add_rows_reference(parts: Sequence[Tensor], onto: DeferredStream) -> int:
     """Like `add_rows`, in plain torch; a row is one block."""
-    x_TH, norm_weight_H, scaled_TH, squares, amax = onto
+    x_TH, norm_weight_H, scaled_TH, squares, amax, offset = onto
     num_rows = x_TH.shape[0]
     x_TH.add_(sum_rows_reference(parts, torch.empty_like(x_TH)))
-    scaled_TH.copy_(x_TH.float() * norm_weight_H.float())
+    scaled_TH.copy_(x_TH.float() * (norm_weight_H.float() + offset))
     squares[:num_rows] = x_TH.float().square().sum(-1)
     if amax is not None:
         amax[:num_rows] = scaled_TH.float().abs().amax(-1)
@@ -81,7 +84,7 @@ def add_rows_triton(
 
     If `begins_next`, release the next kernel after the rendezvous.
     """
-    x_TH, norm_weight_H, scaled_TH, squares, amax = onto
+    x_TH, norm_weight_H, scaled_TH, squares, amax, offset = onto
     num_rows, size = x_TH.shape
     check_dense(x_TH, scaled_TH)
     pdl = ranks.signals is not None and supports_pdl(x_TH)
@@ -92,8 +95,8 @@ def add_rows_triton(
     _add_kernel[(min(num_rows * num_blocks, ranks.max_blocks),)](
         tuple(rooms), x_TH, norm_weight_H, scaled_TH, squares, squares if amax is None else amax, ranks.signals,
         ranks.peers, ranks.rank, num_rows, size,
-        SIZE=ranks.size, WIDE_SIZE=next_power_of_two(ranks.size), HAS_AMAX=amax is not None, BLOCK=tiles.block,
-        FORM=tiles.form, PDL=tiles.pdl, BEGINS_NEXT=begins_next, num_warps=tiles.num_warps, **pdl_launch(tiles.pdl),
+        SIZE=ranks.size, WIDE_SIZE=next_power_of_two(ranks.size), HAS_AMAX=amax is not None, OFFSET=offset,
+        BLOCK=tiles.block, FORM=tiles.form, PDL=tiles.pdl, BEGINS_NEXT=begins_next, num_warps=tiles.num_warps, **pdl_launch(tiles.pdl),
     )  # fmt: skip
     return num_blocks
 
@@ -101,8 +104,8 @@ def add_rows_triton(
 @jit_counting("rank", "num_rows")
 def _add_kernel(
     rooms, p_x, p_norm_weight, p_scaled, p_squares, p_amax, p_signals, p_peers, rank, num_rows, size,
-    SIZE: constexpr, WIDE_SIZE: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr, FORM: constexpr, PDL: constexpr,
-    BEGINS_NEXT: constexpr,
+    SIZE: constexpr, WIDE_SIZE: constexpr, HAS_AMAX: constexpr, OFFSET: constexpr, BLOCK: constexpr, FORM: constexpr,
+    PDL: constexpr, BEGINS_NEXT: constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -119,7 +122,7 @@ def _add_kernel(
         o_n = i_row.to(tl.int64) * size + o_h
         b_sum = add_rooms(rooms, o_n, m_h, SIZE).to(p_x.dtype.element_ty).to(tl.float32)
         b_x = (tl.load(p_x + o_n, mask=m_h, other=0.0).to(tl.float32) + b_sum).to(p_x.dtype.element_ty)
-        b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+        b_norm = load_norm_weight(p_norm_weight, o_h, m_h, OFFSET)
         tl.store(p_x + o_n, b_x, mask=m_h)
         b_x = b_x.to(tl.float32)
         b_scaled = (b_x * b_norm).to(p_scaled.dtype.element_ty)

@@ -2,9 +2,9 @@
 
 M rows, K columns, J blocks of K
 
-The norm of x is x * norm_weight / rms. The producer of x stores x * norm_weight and the squares of x, summed by block. The
-next product multiplies its result by 1 / rms. If that product quantizes its rows, the producer also stores their amax,
-which gives the e4m3 scales.
+The norm of x is x * norm_weight / rms; some models add an offset to the weight. The producer of x stores x * norm_weight
+and the squares of x, summed by block. The next product multiplies its result by 1 / rms. If that product quantizes its
+rows, the producer also stores their amax, which gives the e4m3 scales.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
@@ -47,6 +48,8 @@ class ResidualStream(NamedTuple):
     scaled_MN: Tensor
     """x * norm_weight."""
     scratch: SmallBatchScratch
+    offset: float = 0.0
+    """Added to the norm's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +63,23 @@ class NormedRows:
 
 def defer_rms_norm(stream: ResidualStream, delta_MK: Tensor | None = None) -> NormedRows:
     """x += delta if given; then defer the norm of x."""
-    x_MK, norm_weight_K, eps, scaled_MK, scratch = stream
+    x_MK, norm_weight_K, eps, scaled_MK, scratch, offset = stream
     num_rows, size_k = x_MK.shape
     _defer_kernel[(num_rows,)](
         x_MK, norm_weight_K, x_MK if delta_MK is None else delta_MK, scaled_MK, scratch.squares,
         scratch.squares if scratch.amax is None else scratch.amax.normed, size_k,
-        HAS_DELTA=delta_MK is not None, HAS_AMAX=scratch.amax is not None, BLOCK=next_power_of_two(size_k), num_warps=8,
+        HAS_DELTA=delta_MK is not None, HAS_AMAX=scratch.amax is not None, OFFSET=offset,
+        BLOCK=next_power_of_two(size_k), num_warps=8,
     )  # fmt: skip
     return NormedRows(scaled_MK, 1, eps)
 
 
 def defer_rms_norm_reference(stream: ResidualStream, delta_MK: Tensor | None = None) -> NormedRows:
     """Like `defer_rms_norm`, in plain torch."""
-    x_MK, norm_weight_K, eps, scaled_MK, scratch = stream
+    x_MK, norm_weight_K, eps, scaled_MK, scratch, offset = stream
     if delta_MK is not None:
         x_MK.add_(delta_MK)
-    scaled_MK.copy_((x_MK.float() * norm_weight_K.float()).to(x_MK.dtype))
+    scaled_MK.copy_((x_MK.float() * (norm_weight_K.float() + offset)).to(x_MK.dtype))
     scratch.squares[: x_MK.shape[0]] = x_MK.float().square().sum(-1)
     if scratch.amax is not None:
         scratch.amax.normed[: x_MK.shape[0]] = scaled_MK.float().abs().amax(-1)
@@ -85,7 +89,7 @@ def defer_rms_norm_reference(stream: ResidualStream, delta_MK: Tensor | None = N
 @jit
 def _defer_kernel(
     p_x, p_norm_weight, p_delta, p_scaled, p_squares, p_amax, size,
-    HAS_DELTA: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr,
+    HAS_DELTA: constexpr, HAS_AMAX: constexpr, OFFSET: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
@@ -96,7 +100,7 @@ def _defer_kernel(
         b_rounded = b_x.to(p_x.dtype.element_ty)
         tl.store(p_x + i_row * size + o_k, b_rounded, mask=m_k)
         b_x = b_rounded.to(tl.float32)
-    b_weight = tl.load(p_norm_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_weight = load_norm_weight(p_norm_weight, o_k, m_k, OFFSET)
     b_scaled = (b_x * b_weight).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + i_row * size + o_k, b_scaled, mask=m_k)
     tl.store(p_squares + i_row, tl.sum(b_x * b_x, axis=0))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from holdfast.kernels.fp8 import LEAST_SCALE, loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -17,6 +18,9 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, rele
 
 MAX_K_SPLITS = 8
 GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
+SIDE_OUTPUTS, SIDE_COLUMNS_PER_WARP = 4, 256
+"""Outputs per program of a side product of one row (`SideProduct`), and its columns per load and warp."""
+SIDE_N = kernel_constant(SIDE_OUTPUTS)
 
 
 def row_form(num_rows: int) -> bool:
@@ -52,11 +56,11 @@ def sum_partials(p_partial, p_arrived, partial_size, m_nm, NUM_SPLITS: constexpr
 
 
 @jit
-def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
+def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n, OFFSET: constexpr):
     """Epilogue of one row: return x + y and x + y scaled by the norm's weight; store the latter and the squares."""
     b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_n, m_n, OFFSET)
     b_scaled = (b_y * b_norm).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + o_n, b_scaled, mask=m_n)
     tl.store(p_squares + i_n, tl.sum(tl.where(m_n, b_y * b_y, 0.0), axis=0))
@@ -64,17 +68,45 @@ def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n
 
 
 @jit
-def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
+def residual_epilogue_rows(
+    b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m, OFFSET: constexpr
+):
     """Like `residual_epilogue_row`, for a block of outputs of all rows, [N, M]."""
     m_nm = m_n[:, None] & m_m[None, :]
     b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
     b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_n, m_n, OFFSET)
     b_scaled = (b_y * b_norm[:, None]).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + o_y, b_scaled, mask=m_nm)
     b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
     tl.store(p_squares + o_m * tl.num_programs(0) + i_n, b_squares, mask=m_m)
     return b_y, b_scaled
+
+
+@jit
+def side_row(
+    p_x, p_side, p_side_out, p_squares, i_p, side_n, size_k, num_squares, eps,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, RELEASES: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Compute some outputs of a side product of one row."""
+    o_p = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_p = o_p < side_n
+    p_w = p_side + o_p[:, None].to(tl.int64) * size_k + o_k[None, :]
+    if RELEASES:
+        release_then_wait(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_wait()
+    o_j = tl.arange(0, BLOCK_J)
+    b_side_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
+    b_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, size_k, BLOCK_K):
+        m_k = k + o_k < size_k
+        b_w = tl.load(p_w + k, mask=m_p[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_sum += b_w.to(tl.float32) * b_x[None, :]
+    scale = tl.rsqrt(tl.sum(b_side_squares, axis=0) / size_k + eps)
+    tl.store(p_side_out + o_p, tl.sum(b_sum, axis=1) * scale, mask=m_p)
 
 
 class GemvBlocks(NamedTuple):
@@ -211,12 +243,23 @@ def _even_load(p, m, POLICY: constexpr, EVEN: constexpr):
 @jit
 def gemv_kernel(
     p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
-    p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, num_squares, num_amax, eps,
+    p_scales, p_amax, p_new_amax, p_gate_amax, p_side, p_side_out, side_n, num_rows, size_n, size_k, num_squares,
+    num_amax, eps,
     EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
     RESIDUAL: constexpr, DEFERRED_NORM: constexpr, IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr,
-    GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+    OFFSET: constexpr, GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, SIDE_K: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
+    if p_side is not None:
+        num_side = tl.cdiv(side_n, SIDE_N)
+        if i_n < num_side:
+            side_row(
+                p_x, p_side, p_side_out, p_squares, i_n, side_n, size_k, num_squares, eps, SIDE_N, SIDE_K, BLOCK_J,
+                not IS_QUANTIZED, PDL,
+            )  # fmt: skip
+            return
+        i_n -= num_side
     if GROUP_ROWS > 0:
         p_x += i_n * BLOCK_N // GROUP_ROWS * size_k  # a group of outputs has columns of x for itself
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -311,7 +354,7 @@ def gemv_kernel(
             amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(p_gate_amax + i_n % GATE_AMAX, amax, sem="relaxed")
     if RESIDUAL:
-        b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
+        b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n, OFFSET)
         if IS_QUANTIZED:
             tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

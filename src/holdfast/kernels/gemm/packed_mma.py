@@ -10,6 +10,9 @@ but the sums. The scales of the next chunk are computed by one thread a row whil
 The shape of a weight decides how K is split, and every part is summed alike at any number of rows: up to MOST_SPLIT_ROWS
 rows programs share the parts, and the last one adds them in order; with more rows each program adds all parts. So
 results are batch invariant.
+
+On the fused decode path (`Fusion`) sums are scaled by the 1 / rms of a deferred RMSNorm, or added to the residual stream
+with the next norm deferred, as kernels/gemm/small_batch.py does it. The experts of a single token share their sum like parts.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import e4m3_value
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
 from holdfast.kernels.gemm.packed_codes import (
     CHUNK_COLUMNS,
     CODE_ROWS,
@@ -39,7 +43,15 @@ from holdfast.kernels.packed_kernels import (
     has_tiles,
     packed_splits,
 )
-from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    gl,
+    gluon_jit,
+    gluon_jit_counting,
+    hopper,
+    kernel_constant,
+    next_power_of_two,
+)
 from holdfast.quant.packed_schemes import PackedScheme
 from holdfast.quant.packed_weight import PackedPart
 
@@ -73,6 +85,27 @@ class RowBlocks(NamedTuple):
     num_pairs: int
 
 
+class Fusion(NamedTuple):
+    """What the fused decode path adds to a product."""
+
+    rows: NormedRows | None = None
+    """The rows of the product, if their RMSNorm is deferred. `squares` has those of x."""
+    squares: Tensor | None = None
+    stream: ResidualStream | None = None
+    """The product is added to this stream, whose next RMSNorm is deferred."""
+    shares_1S: Tensor | None = None
+    """Shares of the experts of a single token: their outputs are summed before they are added to the stream."""
+
+    def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
+        """Return squares, norm weight, scaled rows and shares; `unused` for those that are not there."""
+        norm_weight, scaled, squares = unused, unused, self.squares
+        if self.stream is not None:
+            norm_weight, scaled, squares = self.stream.norm_weight_N, self.stream.scaled_MN, self.stream.scratch.squares
+        shares = unused if self.shares_1S is None else self.shares_1S
+        return unused if squares is None else squares, norm_weight, scaled, shares
+
+
+NO_FUSION = Fusion()
 ORDERS = ("pairs", "searched", "sorted")
 """Rows of a block of experts: one pair, an expert's pairs among all, or those that are sorted."""
 SEARCHED, SORTED = (kernel_constant(ORDERS.index(name)) for name in ("searched", "sorted"))
@@ -122,10 +155,11 @@ def packed_mma(
     matrix: int = 0,
     gated: bool = False,
     form: GateForm = SILU_HALVES,
+    fusion: Fusion = NO_FUSION,
 ) -> Tensor:
     """Multiply rows by one matrix of a part, plus a bias, into `out_TN`, in its type. `room_X` begins with zeroed counters.
 
-    If `gated`, the rows of the matrix are gates and ups, as `form` says.
+    If `gated`, the rows of the matrix are gates and ups, as `form` says. With a stream in `fusion`, `out_TN` is the stream.
     """
     num_rows, size_n = x_TK.shape[0], out_TN.shape[1]
     assert part.num_rows == size_n * (2 if gated else 1), f"{part.shape=} {out_TN.shape=} {gated=}"
@@ -140,12 +174,16 @@ def packed_mma(
     numbers = num_rows, x_TK.stride(0), out_TN.stride(0), size_n, matrix * part.num_rows, 1 if is_shared else splits
     flags = {
         "IS_DENSE": True, "ORDER": 0, "TOP_K": 1, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": splits,
-        "IS_SHARED": is_shared,
+        "IS_SHARED": is_shared, "WAITS_LATE": True, "SUMS_PAIRS": False,
     }  # fmt: skip
-    _launch(
-        grid, x_TK, part, bias_N, out_TN, (partials, arrived, arrived, arrived), numbers, block_m, flags, gated, form
-    )
+    tensors = partials, arrived, arrived, arrived
+    _launch(grid, x_TK, part, bias_N, out_TN, tensors, numbers, block_m, flags, gated, form, fusion)
     return out_TN
+
+
+def num_squares(size_n: int) -> int:
+    """Return the sums of squares of a row that a product with so many outputs leaves beside the residual stream."""
+    return -(-size_n // MMA_ROWS)
 
 
 def packed_experts(
@@ -163,11 +201,41 @@ def packed_experts(
     numbers = blocks.num_tokens, x_XK.stride(0), out_PN.stride(0), out_PN.shape[1], 0, 1
     flags = {
         "IS_DENSE": False, "ORDER": blocks.order, "TOP_K": blocks.top_k, "PAIRS_PER_ROW": blocks.num_pairs // len(x_XK),
-        "SUB_BLOCKS": blocks.sub_blocks, "NUM_SPLITS": 1, "IS_SHARED": False,
+        "SUB_BLOCKS": blocks.sub_blocks, "NUM_SPLITS": 1, "IS_SHARED": False, "WAITS_LATE": False, "SUMS_PAIRS": False,
     }  # fmt: skip
     tensors = out_PN, blocks.experts, blocks.pairs, blocks.experts
-    _launch(grid, x_XK, part, bias_EN, out_PN, tensors, numbers, blocks.block_m, flags, gated, form)
+    _launch(grid, x_XK, part, bias_EN, out_PN, tensors, numbers, blocks.block_m, flags, gated, form, NO_FUSION)
     return out_PN
+
+
+def packed_experts_add(
+    x_SK: Tensor, part: PackedPart, bias_EN: Tensor | None, ids_1S: Tensor, room_X: Tensor, fusion: Fusion
+) -> NormedRows:
+    """Add the sum of a single token's experts, weighted by shares, to the stream, with the next RMSNorm deferred.
+
+    A program reads ids before its wait. So the kernel before it must wait for them before it triggers this one, as the
+    tiles of gate and up do. The token has no experts of other ranks.
+    """
+    stream, (top_k, size_k) = fusion.stream, x_SK.shape
+    assert stream is not None, "the sum of experts is added to a stream"
+    assert fusion.shares_1S is not None, "the sum of experts takes shares"
+    size_n = stream.x_MN.shape[1]
+    assert part.shape[1:] == (size_n, size_k), f"{part.shape=} {x_SK.shape=} {stream.x_MN.shape=}"
+    assert ids_1S.shape == fusion.shares_1S.shape == (1, top_k), f"{ids_1S.shape=} {fusion.shares_1S.shape=}"
+    num_blocks = num_squares(size_n)
+    needed = ARRIVED_BYTES + 4 * top_k * num_blocks * MMA_ROWS
+    assert needed <= room_X.numel(), f"{room_X.numel()} bytes of scratch for {needed}"
+    assert 4 * num_blocks <= ARRIVED_BYTES, f"{size_n} rows have more blocks than counters"
+    arrived, partials = room_X[:ARRIVED_BYTES].view(torch.int32), room_X[ARRIVED_BYTES:].view(torch.float32)
+    numbers = 1, x_SK.stride(0), stream.x_MN.stride(0), size_n, 0, 1
+    flags = {
+        "IS_DENSE": False, "ORDER": 0, "TOP_K": top_k, "PAIRS_PER_ROW": 1, "SUB_BLOCKS": 1, "NUM_SPLITS": 1,
+        "IS_SHARED": True, "WAITS_LATE": True, "SUMS_PAIRS": True,
+    }  # fmt: skip
+    tensors = partials, arrived, ids_1S, ids_1S
+    out, grid = stream.x_MN, (top_k, num_blocks, 1)
+    _launch(grid, x_SK, part, bias_EN, out, tensors, numbers, block_rows(1), flags, False, SILU_HALVES, fusion)
+    return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 
 
 def _launch(
@@ -182,9 +250,12 @@ def _launch(
     flags: dict[str, Any],
     gated: bool,
     form: GateForm,
+    fusion: Fusion,
 ) -> None:
     """Launch the kernel with the planes of a part."""
     scheme, planes, size_k = part.scheme, named_planes(part), x_XK.shape[1]
+    rows, stream = fusion.rows, fusion.stream
+    normed = (1, 0.0) if rows is None else (rows.num_squares, rows.eps)
     assert has_tiles(scheme, size_k), f"{scheme.title} with {size_k} columns"
     key = code_key(scheme) or ""
     row, is_bfloat16 = CODE_ROWS[key], x_XK.dtype == torch.bfloat16
@@ -195,12 +266,13 @@ def _launch(
         x_XK, codes.view(torch.uint8), (planes[row.extra] if row.extra else codes).view(torch.int32),
         scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales,
         *(planes.get(name, scales) for name in ("mins", "zeros", "d", "dmin", "second")),
-        out_XN if bias is None else bias, out_XN, *tensors, *numbers,
+        out_XN if bias is None else bias, out_XN, *tensors, *fusion.arguments(out_XN), *numbers, *normed,
         KEY=key, KIND=row.kind, ASM=decode_texts(key, is_bfloat16), REGISTERS=decode_registers(row.kind),
         BASE=code_base(key, is_bfloat16), HAS_OFFSET=row.has_offset, EXTRA=row.extra_bytes,
         CODE_BYTES=CHUNK_COLUMNS // per_byte, SIZE_K=size_k,
         GROUP=scheme.group_columns or size_k, HALF=scheme.half_bytes if per_byte > 1 else 0, SECOND=scheme.second,
-        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
+        HAS_BIAS=bias is not None, DEFERRED_NORM=rows is not None, RESIDUAL=stream is not None,
+        OFFSET=0.0 if stream is None else stream.offset, BLOCK_J=next_power_of_two(normed[0]), BLOCK_M=block_m, BLOCK_N=MMA_ROWS,
         NUM_STAGES=num_stages(block_m, CHUNK_COLUMNS // per_byte + row.extra_bytes, scale_bytes), num_warps=4,
         **flags, **form.flags(gated), **pdl_flags(x_XK),
     )  # fmt: skip
@@ -492,16 +564,18 @@ def _expert_block(
     return expert, b_pairs
 
 
-@gluon_jit_counting("num_rows", "first_row", "num_parts")
+@gluon_jit_counting("num_rows", "first_row", "num_parts", "num_squares")
 def packed_mma_kernel(
     p_x, p_codes, p_extra, p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, p_bias, p_out, p_partials, p_arrived,
-    p_pairs, p_experts, num_rows, x_stride, out_stride, size_n, first_row, num_parts,
+    p_pairs, p_experts, p_squares, p_norm_weight, p_scaled, p_shares,
+    num_rows, x_stride, out_stride, size_n, first_row, num_parts, num_squares, eps,
     KEY: constexpr, KIND: constexpr, ASM: constexpr, REGISTERS: constexpr, SIZE_K: constexpr,
     GROUP: constexpr, HALF: constexpr, SECOND: constexpr, BASE: constexpr, HAS_OFFSET: constexpr, EXTRA: constexpr,
     CODE_BYTES: constexpr, HAS_BIAS: constexpr, IS_DENSE: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr,
     SUB_BLOCKS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
-    NUM_SPLITS: constexpr, IS_SHARED: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, NUM_STAGES: constexpr,
-    PDL: constexpr,
+    NUM_SPLITS: constexpr, IS_SHARED: constexpr, WAITS_LATE: constexpr, SUMS_PAIRS: constexpr,
+    DEFERRED_NORM: constexpr, RESIDUAL: constexpr, OFFSET: constexpr, BLOCK_J: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    NUM_STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     TYPE: constexpr = p_x.dtype.element_ty
     NUM_WARPS: constexpr = gl.num_warps()
@@ -517,17 +591,19 @@ def packed_mma_kernel(
     PART_CHUNKS: constexpr = (NUM_CHUNKS + NUM_SPLITS - 1) // NUM_SPLITS
     weight_rows = size_n * (2 if GATED else 1)
     i_n = gl.program_id(1) * BLOCK_N
+    if not WAITS_LATE:  # noqa: SIM102 a flag of its own, which tests follow
+        if PDL:
+            gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
     if IS_DENSE:
         base_row = first_row.to(gl.int64)
         o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied_rows))
         m_rows = o_m < num_rows
         b_rows = gl.minimum(o_m, num_rows - 1).to(gl.int64) * x_stride
     else:
-        if PDL:
-            gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
         expert, b_pairs = _expert_block(p_pairs, p_experts, num_rows, ORDER, TOP_K, SUB_BLOCKS, BLOCK_M)
-        if expert < 0:
-            return
+        if not WAITS_LATE:  # noqa: SIM102
+            if expert < 0:
+                return
         base_row = expert.to(gl.int64) * weight_rows
         b_taken = gl.convert_layout(b_pairs, gl.SliceLayout(1, copied_rows))
         m_rows = b_taken >= 0
@@ -573,7 +649,7 @@ def packed_mma_kernel(
     b_s, b_c, b_d, b_dmin = _raw_scales(
         p_scales, p_mins, p_zeros, p_d, p_dmin, p_second, b_scaled, first, scaled, NUM_SCALES, KEY, SIZE_K, GROUP
     )
-    if IS_DENSE:  # noqa: SIM102 a flag of its own, which tests follow
+    if WAITS_LATE:  # noqa: SIM102
         if PDL:
             gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
     for i_part in range(num_parts):
@@ -627,41 +703,74 @@ def packed_mma_kernel(
             free_slot = gl.where(free_slot == NUM_STAGES - 1, 0, free_slot + 1)
         hopper.async_copy.wait_group(0)
         b_all += b_y
+    if DEFERRED_NORM:
+        # Loaded here and summed later: programs exchange partial sums meanwhile.
+        squared: constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
+        o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, squared))
+        o_j = gl.arange(0, BLOCK_J, gl.SliceLayout(0, squared))
+        m_j = (o_m < num_rows)[:, None] & (o_j < num_squares)[None, :]
+        b_squares = gl.load(p_squares + o_m[:, None] * num_squares + o_j[None, :], mask=m_j, other=0.0)
     if PDL:
         # Release late: programs of the next kernel would take occupancy from this one.
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
     o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
+    i_m = gl.program_id(0) * BLOCK_M
+    i_partial = gl.program_id(2)
+    NUM_PARTIALS: constexpr = TOP_K if SUMS_PAIRS else NUM_SPLITS
+    if SUMS_PAIRS:
+        if HAS_BIAS:
+            b_bias = gl.load(p_bias + (base_row + _weight_rows(o_t, i_n, size_n, False, False)))
+            b_all += b_bias.to(gl.float32)[:, None]
+        b_all *= gl.load(p_shares + gl.program_id(0))
+        i_m = 0
+        i_partial = gl.program_id(0)
     if IS_SHARED:
-        o_m = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+        o_m = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
         m_partial = (o_t < BLOCK_N)[:, None] & (o_m < num_rows)[None, :]
         width = (weight_rows + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         size = num_rows.to(gl.int64) * width
         o_partial = o_m.to(gl.int64)[None, :] * width + (i_n + o_t)[:, None]
-        gl.store(p_partials + gl.program_id(2) * size + o_partial, b_all, mask=m_partial)
+        gl.store(p_partials + i_partial * size + o_partial, b_all, mask=m_partial)
         gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, False, 1)  # Triton 3.6 has no name for it
         arrived = gl.atomic_add(p_arrived + gl.program_id(1), 1, sem="acq_rel")
-        if arrived != NUM_SPLITS - 1:
+        if arrived != NUM_PARTIALS - 1:
             return
         gl.store(p_arrived + gl.program_id(1), 0)
+    NUM_OUTPUTS: constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    stored: constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NUM_WARPS], [0, 1])
+    o_n = gl.program_id(1) * NUM_OUTPUTS + gl.arange(0, NUM_OUTPUTS, gl.SliceLayout(1, stored))
+    if IS_DENSE or SUMS_PAIRS:
+        o_row = i_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+        m_row = o_row < num_rows
+    else:
+        o_row = gl.convert_layout(b_pairs, gl.SliceLayout(0, stored))
+        m_row = o_row >= 0
+    o_y = o_row.to(gl.int64)[None, :] * out_stride + o_n[:, None]
+    m_y = (o_n < size_n)[:, None] & m_row[None, :]
+    if RESIDUAL:
+        b_old = gl.load(p_out + o_y, mask=m_y, other=0.0)
+        b_norm = gl.load(p_norm_weight + o_n, mask=o_n < size_n, other=0.0).to(gl.float32) + OFFSET
+    if IS_SHARED:
         b_all = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-        for i in gl.static_range(NUM_SPLITS):
+        for i in gl.static_range(NUM_PARTIALS):
             b_all += gl.load(p_partials + i * size + o_partial, mask=m_partial, other=0.0, cache_modifier=".cg")
-    if HAS_BIAS:
+    if DEFERRED_NORM:
+        b_rms = gl.rsqrt(gl.sum(b_squares, axis=1) / SIZE_K + eps)
+        b_all *= gl.convert_layout(b_rms, gl.SliceLayout(0, mma))[None, :]
+    if HAS_BIAS and not SUMS_PAIRS:
         o_bias = base_row - first_row + _weight_rows(o_t, i_n, size_n, GATED, INTERLEAVED)
         b_bias = gl.load(p_bias + o_bias)
         b_all += b_bias.to(gl.float32)[:, None]
     if GATED:
         b_gate, b_up = gl.split(b_all.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))
         b_all = gated_numbers(b_gate, b_up, LIMIT, IS_SCALED).reshape((BLOCK_N // 2, BLOCK_M))
-    NUM_OUTPUTS: constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    stored: constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NUM_WARPS], [0, 1])
     b_all = gl.convert_layout(b_all.to(p_out.dtype.element_ty), stored)
-    o_n = gl.program_id(1) * NUM_OUTPUTS + gl.arange(0, NUM_OUTPUTS, gl.SliceLayout(1, stored))
-    if IS_DENSE:
-        o_row = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
-        m_row = o_row < num_rows
-    else:
-        o_row = gl.convert_layout(b_pairs, gl.SliceLayout(0, stored))
-        m_row = o_row >= 0
-    o_y = o_row.to(gl.int64)[None, :] * out_stride + o_n[:, None]
-    gl.store(p_out + o_y, b_all, mask=(o_n < size_n)[:, None] & m_row[None, :])
+    if RESIDUAL:
+        b_all = (b_old.to(gl.float32) + b_all.to(gl.float32)).to(p_out.dtype.element_ty)
+        b_x = b_all.to(gl.float32)
+        b_scaled = (b_x * b_norm[:, None]).to(p_scaled.dtype.element_ty)
+        gl.store(p_scaled + o_y, b_scaled, mask=m_y)
+        b_sum = gl.sum(gl.where(m_y, b_x * b_x, 0.0), axis=0)
+        num_blocks = (size_n + BLOCK_N - 1) // BLOCK_N
+        gl.store(p_squares + o_row * num_blocks + gl.program_id(1), b_sum, mask=m_row)
+    gl.store(p_out + o_y, b_all, mask=m_y)

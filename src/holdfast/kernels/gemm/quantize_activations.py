@@ -1,6 +1,6 @@
-"""Quantization of activations to e4m3, with a scale per token or per block of its columns; also fused with RMSNorm.
+"""Quantization of activations to e4m3, with a scale per token or per block; also fused with RMSNorm or the gate of an MLP.
 
-T rows, K columns, B blocks of columns
+T rows, K columns, B blocks of columns, I columns of a gated row, X = 2 I
 """
 
 from typing import NamedTuple
@@ -9,15 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.activation import gate_mul, launch_gate_mul
+from holdfast.kernels.activation import gate_mul, gated_columns, launch_gate_mul
 from holdfast.kernels.fp8 import (
     BLOCK_COLUMNS,
     as_bits,
     as_kernels_read,
+    bfloat16_words,
     e4m3_of,
     e4m3_quotients,
     e4m3_scale,
+    e4m3_words,
     float32_of,
+    high_bfloat16,
+    low_bfloat16,
     size_bits,
 )
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix, enter_block, launch_enter
@@ -27,6 +31,7 @@ from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
+    jit_counting,
     next_power_of_two,
     release_then_wait,
     tl,
@@ -37,8 +42,14 @@ from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 
-WHOLE_ROW = 16384
+WHOLE_ROW = 32768
 """Most columns that fit into registers; longer rows are read twice."""
+WARP_COLUMNS = 256
+"""Columns of a row that a warp takes at once: 16 bytes of bfloat16 a thread."""
+MOST_PARTS, MOST_WARPS = 5, 16
+"""Such parts of a row that a warp holds, unless a row takes more than the most warps."""
+SHORT_ROWS = 4
+"""Rows of a program whose warps take one row each."""
 COLUMNS_PER_PROGRAM = 2048
 """Columns per program: few enough to spread one row over a GPU."""
 
@@ -93,7 +104,7 @@ def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> Quantized
 
 
 def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
-    """Launch one program per row, or for some blocks of a row."""
+    """Launch one program per row, for a few short rows, or for some blocks of a row."""
     _check(x_TK, quantized)
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
@@ -104,11 +115,12 @@ def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRow
     strides = x_TK.stride(0), quantized.codes_TK.stride(0), *quantized.scales_TB.stride()
     arguments = as_kernels_read(x_TK), as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, *strides
     if num_blocks == 1:
-        block = min(WHOLE_ROW, next_power_of_two(num_columns))
-        _quantize_rows_kernel[(num_rows,)](
-            *arguments,
-            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(),
-            num_warps=max(1, min(16, block // 128)), **pdl_flags(x_TK),
+        row_warps, num_parts = row_parts(num_columns)
+        rows = SHORT_ROWS if row_warps == 1 else 1
+        _quantize_rows_kernel[(-(-num_rows // rows),)](
+            *arguments[:3], num_rows, *arguments[3:7],
+            ROWS=rows, NUM_PARTS=num_parts, BLOCK=row_warps * WARP_COLUMNS, IS_ONE_SWEEP=num_columns <= WHOLE_ROW,
+            IS_HALF=x_TK.element_size() == 2, PLAIN=is_interpreted(), num_warps=row_warps * rows, **pdl_flags(x_TK),
         )  # fmt: skip
     else:
         _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
@@ -116,6 +128,12 @@ def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRow
             WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4, **pdl_flags(x_TK),
         )  # fmt: skip
     return quantized
+
+
+def row_parts(num_columns: int) -> tuple[int, int]:
+    """Return the warps of a row, and the parts that each of them holds; longer rows than WHOLE_ROW take several turns."""
+    warps = next((warps for warps in (1, 2, 4, 8) if num_columns <= warps * WARP_COLUMNS * MOST_PARTS), MOST_WARPS)
+    return warps, -(-min(num_columns, WHOLE_ROW) // (warps * WARP_COLUMNS))
 
 
 quantize_rows = operation(reference=quantize_rows_reference, triton=quantize_rows_triton)
@@ -132,8 +150,8 @@ def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedR
     _quantize_by_amax_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
         as_kernels_read(x_TK), amax.bits, as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, amax.num_amax,
         x_TK.stride(0), quantized.codes_TK.stride(0), quantized.scales_TB.stride(0),
-        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(),
-        num_warps=8, **pdl_flags(x_TK),
+        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax),
+        IS_HALF=x_TK.element_size() == 2, PLAIN=is_interpreted(), num_warps=8, **pdl_flags(x_TK),
     )  # fmt: skip
     return quantized
 
@@ -172,10 +190,39 @@ def add_rms_norm_coded_triton(
 add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=add_rms_norm_coded_triton)
 
 
+def rms_norm_codes_reference(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    scratch_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    """Like `add_rms_norm_coded` if nothing reads the norm itself: `scratch_TD` may stay unwritten."""
+    return add_rms_norm_coded_reference(x_TD, delta_TD, weight_D, eps, scratch_TD, quantized, offset)
+
+
+def rms_norm_codes_triton(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    scratch_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    codes = _room(x_TD, quantized)
+    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, scratch_TD, offset, codes, writes_out=False)
+
+
+rms_norm_codes = operation(reference=rms_norm_codes_reference, triton=rms_norm_codes_triton)
+
+
 def gate_mul_coded_reference(
     gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
 ) -> Tensor:
-    """Call `gate_mul`, then `quantize_rows` of `out_TI` with scales by block of columns."""
+    """Call `gate_mul`, then `quantize_rows` of `out_TI`. With a scale per row, `out_TI` may stay unwritten."""
     quantize_rows(gate_mul(gate_up_TX, kind, out_TI, limit), quantized)
     return out_TI
 
@@ -183,7 +230,48 @@ def gate_mul_coded_reference(
 def gate_mul_coded_triton(
     gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
 ) -> Tensor:
-    return launch_gate_mul(gate_up_TX, kind, out_TI, limit, _room(out_TI, quantized))
+    """Launch one program per row if it has one scale and fits into registers, else some for each row."""
+    if takes_gated_row(gate_up_TX, quantized):
+        assert quantized.codes_TK.shape == out_TI.shape, f"{out_TI.shape=} {quantized.codes_TK.shape=}"
+        _launch_gated_rows(gate_up_TX, kind, limit, quantized)
+    elif quantized.scales_TB.shape[1] == 1:
+        quantize_rows_triton(gate_mul(gate_up_TX, kind, out_TI, limit), quantized)
+    else:
+        launch_gate_mul(gate_up_TX, kind, out_TI, limit, _room(out_TI, quantized))
+    return out_TI
+
+
+def takes_gated_row(gate_up_TX: Tensor, quantized: QuantizedRows) -> bool:
+    """Return True if a program codes a whole gated row of bfloat16, two columns in each word."""
+    num_rows, width = gate_up_TX.shape
+    codes_TI, scales_TB = quantized.codes_TK, quantized.scales_TB
+    places = gate_up_TX.data_ptr() // 2, *gate_up_TX.stride()[:1], codes_TI.data_ptr(), *codes_TI.stride()[:1]
+    return (
+        gate_up_TX.dtype == torch.bfloat16
+        and width % 4 == 0
+        and width // 2 <= WHOLE_ROW
+        and scales_TB.shape == (num_rows, 1)
+        and gate_up_TX.stride(1) == codes_TI.stride(1) == 1
+        and all(place % 2 == 0 for place in places)
+    )
+
+
+def _launch_gated_rows(gate_up_TX: Tensor, kind: str, limit: float | None, quantized: QuantizedRows) -> None:
+    num_rows, width = gate_up_TX.shape
+    codes_TI, scales_T1 = quantized.codes_TK.view(torch.int16), quantized.scales_TB
+    words_TI = gate_up_TX.view(torch.int32)
+    num_warps, num_parts = row_parts(width // 2)
+    if num_rows:
+        _gate_rows_kernel[(num_rows,)](
+            words_TI, codes_TI, scales_T1, words_TI.stride(0), codes_TI.stride(0), scales_T1.stride(0), width // 4,
+            KIND=kind, LIMIT=limit or 0.0, NUM_PARTS=num_parts, BLOCK=num_warps * WARP_COLUMNS // 2,
+            PLAIN=is_interpreted(), num_warps=num_warps, **gated_row_registers(), **pdl_flags(gate_up_TX),
+        )  # fmt: skip
+
+
+def gated_row_registers() -> dict[str, int]:
+    """Return the bound that lets a multiprocessor run 32 warps: one row is read while another is coded."""
+    return {} if is_interpreted() else {"maxnreg": 64}
 
 
 gate_mul_coded = operation(reference=gate_mul_coded_reference, triton=gate_mul_coded_triton)
@@ -237,39 +325,76 @@ def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:
     assert quantized.scales_TB.shape in shapes, f"{x_TK.shape=} {quantized.scales_TB.shape=}"
 
 
-@jit
+@jit_counting("num_rows")
 def _quantize_rows_kernel(
-    p_x, p_codes, p_scales, num_columns, x_stride, code_stride, scale_stride, _block_stride,
-    IS_ONE_SWEEP: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+    p_x, p_codes, p_scales, num_rows, num_columns, x_stride, code_stride, scale_stride,
+    ROWS: constexpr, NUM_PARTS: constexpr, BLOCK: constexpr, IS_ONE_SWEEP: constexpr, IS_HALF: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    o_x = tl.arange(0, BLOCK)[None, :]
+    m_row = i_row < num_rows
+    release_then_wait(PDL)
+    p_row = p_x + i_row * x_stride
+    p_row_codes = p_codes + i_row * code_stride
+    b_sizes = tl.zeros((ROWS, BLOCK), tl.int32)
+    if IS_ONE_SWEEP:
+        parts = ()
+        for i in tl.static_range(NUM_PARTS):
+            b_x = tl.load(p_row + i * BLOCK + o_x, mask=m_row & (i * BLOCK + o_x < num_columns), other=0)
+            b_sizes = tl.maximum(b_sizes, size_bits(float32_of(b_x)))
+            parts = parts + (b_x,)
+        b_scale = e4m3_scale(tl.max(b_sizes, axis=1))[:, None]
+        for i in tl.static_range(NUM_PARTS):
+            b_codes = e4m3_quotients(float32_of(parts[i]), b_scale, PLAIN, IS_HALF)
+            tl.store(p_row_codes + i * BLOCK + o_x, b_codes, mask=m_row & (i * BLOCK + o_x < num_columns))
+    else:
+        for start in range(0, num_columns, BLOCK):
+            b_x = tl.load(p_row + start + o_x, mask=m_row & (start + o_x < num_columns), other=0)
+            b_sizes = tl.maximum(b_sizes, size_bits(float32_of(b_x)))
+        b_scale = e4m3_scale(tl.max(b_sizes, axis=1))[:, None]
+        for start in range(0, num_columns, BLOCK):
+            m_x = m_row & (start + o_x < num_columns)
+            b_codes = e4m3_quotients(
+                float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0)), b_scale, PLAIN, IS_HALF
+            )
+            tl.store(p_row_codes + start + o_x, b_codes, mask=m_x)
+    tl.store(p_scales + i_row * scale_stride, b_scale, mask=m_row)
+
+
+@jit
+def _gate_rows_kernel(
+    p_gate_up, p_codes, p_scales, x_stride, code_stride, scale_stride, size,
+    KIND: constexpr, LIMIT: constexpr, NUM_PARTS: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Code a gated row. Words hold two columns: registers hold the whole row, rounded."""
     i_row = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, BLOCK)
     release_then_wait(PDL)
-    p_row = p_x + i_row * x_stride
-    if IS_ONE_SWEEP:
-        b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
-        b_amax = tl.max(size_bits(b_x), axis=0)
-        b_scale = e4m3_scale(b_amax)
-        b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
-        tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=o_x < num_columns)
-    else:
-        b_column_amax = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, num_columns, BLOCK):
-            b_x = float32_of(tl.load(p_row + start + o_x, mask=start + o_x < num_columns, other=0))
-            b_column_amax = tl.maximum(b_column_amax, size_bits(b_x))
-        b_scale = e4m3_scale(tl.max(b_column_amax, axis=0))
-        for start in range(0, num_columns, BLOCK):
-            m_x = start + o_x < num_columns
-            b_x = float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0))
-            b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
-            tl.store(p_codes + i_row * code_stride + start + o_x, b_codes, mask=m_x)
+    p_gate = p_gate_up + i_row * x_stride
+    p_row_codes = p_codes + i_row * code_stride
+    b_sizes = tl.zeros((BLOCK,), tl.int32)
+    parts = ()
+    for i in tl.static_range(NUM_PARTS):
+        m_x = i * BLOCK + o_x < size
+        b_gate = tl.load(p_gate + i * BLOCK + o_x, mask=m_x, other=0)
+        b_up = tl.load(p_gate + size + i * BLOCK + o_x, mask=m_x, other=0)
+        b_low = gated_columns(low_bfloat16(b_gate), low_bfloat16(b_up), KIND, LIMIT, PLAIN)
+        b_high = gated_columns(high_bfloat16(b_gate), high_bfloat16(b_up), KIND, LIMIT, PLAIN)
+        b_y = bfloat16_words(b_low, b_high, PLAIN)
+        b_sizes = tl.maximum(b_sizes, tl.maximum(size_bits(low_bfloat16(b_y)), size_bits(high_bfloat16(b_y))))
+        parts = parts + (b_y,)
+    b_scale = e4m3_scale(tl.max(b_sizes, axis=0))
+    for i in tl.static_range(NUM_PARTS):
+        b_codes = e4m3_words(low_bfloat16(parts[i]), high_bfloat16(parts[i]), b_scale, PLAIN)
+        tl.store(p_row_codes + i * BLOCK + o_x, b_codes, mask=i * BLOCK + o_x < size)
     tl.store(p_scales + i_row * scale_stride, b_scale)
 
 
 @jit
 def _quantize_by_amax_kernel(
     p_x, p_amax, p_codes, p_scales, num_columns, num_amax, x_stride, code_stride, scale_stride,
-    BLOCK: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+    BLOCK: constexpr, BLOCK_P: constexpr, IS_HALF: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -279,7 +404,7 @@ def _quantize_by_amax_kernel(
     b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0)
     b_x = float32_of(tl.load(p_x + i_row * x_stride + o_x, mask=m_x, other=0))
     b_scale = e4m3_scale(tl.max(b_amax, axis=0))
-    b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
+    b_codes = e4m3_quotients(b_x, b_scale, PLAIN, IS_HALF)
     tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=m_x)
     if tl.program_id(1) == 0:
         tl.store(p_scales + i_row * scale_stride, b_scale)

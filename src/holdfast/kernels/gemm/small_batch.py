@@ -11,7 +11,7 @@ between two of them happens in the epilogue of the first and the prologue of the
                silu(gate) * up                             gated: the upper and the lower half of the weight's rows
                x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
-A weight is plain, or has 8 bits and a scale per row. For e4m3 the prologue quantizes rows: their producer stored amax
+A weight is packed (kernels/gemm/packed_small_batch.py), plain, or has 8 bits and a scale per row. For e4m3 the prologue quantizes rows: their producer stored amax
 by block, which gives the scale. For int8 rows are not quantized. A deferred RMSNorm does not change a row's codes: 1 /
 rms is a factor of the whole row, like its scale.
 
@@ -21,12 +21,16 @@ shape alone decides the number of splits, and the last program to finish adds th
 FUSED_DECODE_ROWS rows are batch invariant.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes, loaded_numbers, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
     GATE_AMAX,
+    SIDE_COLUMNS_PER_WARP,
+    SIDE_OUTPUTS,
     arrive,
     gemv_kernel,
     num_k_splits,
@@ -36,18 +40,21 @@ from holdfast.kernels.gemm.gemv import (
     row_form,
     sum_partials,
 )
+from holdfast.kernels.gemm.packed_small_batch import packed_batch_linear, packed_linear_add, packed_normed_linear
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     check_dense,
     constexpr,
     is_interpreted,
+    jit,
     jit_counting,
+    kernel_constant,
     next_power_of_two,
     release_then_wait,
     tl,
 )
-from holdfast.quant.packed_weight import AnyWeight
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
@@ -56,6 +63,15 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 BLOCK_K, QUANTIZED_BLOCK_K = 128, 256
 """Columns per K step, for a plain and for a quantized weight."""
+SIDE_K, SIDE_STAGES = kernel_constant(128), kernel_constant(4)
+"""Columns per K step of a side product, and its stages."""
+
+
+class SideProduct(NamedTuple):
+    """A small plain weight that multiplies the same rows in the same launch, with a float32 result."""
+
+    weight_PK: Tensor
+    out_MP: Tensor
 
 
 def takes_weight(weight: AnyWeight) -> bool:
@@ -70,9 +86,17 @@ def normed_linear(
     gated: bool,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
+    side: SideProduct | None = None,
 ) -> Tensor:
-    """Compute norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
-    _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
+    """Compute norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type.
+
+    With `side`, also norm(x) @ side.T.
+    """
+    if isinstance(weight, PackedWeight):
+        if side is not None:
+            _launch(rows.scaled_MK, side.weight_PK, None, side.out_MP, scratch, rows=rows)
+        return packed_normed_linear(rows, weight, bias_N, gated, y_MN, scratch)
+    _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated, side=side)
     return y_MN
 
 
@@ -85,6 +109,8 @@ def small_batch_linear(
     amax: RowAmax | None = None,
 ) -> Tensor:
     """Compute a @ weight.T + bias into `y_MN` without prologue or epilogue: a rank's part of a sum."""
+    if isinstance(weight, PackedWeight):
+        return packed_batch_linear(a_MK, weight, bias_N, y_MN)
     _launch(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
     return y_MN
 
@@ -97,6 +123,8 @@ def linear_add(
     amax: RowAmax | None = None,
 ) -> NormedRows:
     """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` is that of `a`, if the weight quantizes rows."""
+    if isinstance(weight, PackedWeight):
+        return packed_linear_add(a_MK, weight, bias_N, stream)
     num_blocks = _launch(a_MK, weight, bias_N, stream.x_MN, stream.scratch, stream=stream, amax=amax)
     return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 
@@ -115,10 +143,10 @@ def single_row_linear(x_1X: Tensor, weight_NK: Tensor, out_1N: Tensor, num_group
     if num_groups > 1:
         block_n = min(block_n, group_rows & -group_rows)  # a program stays within a group
     gemv_kernel[(-(-size_n // block_n),)](
-        x_1X, weight_NK, out_1N, out_1N, out_1N, out_1N, *(out_1N,) * 3, *(None,) * 4, 1, size_n, size_k, 1, None, 0.0,
+        x_1X, weight_NK, out_1N, out_1N, out_1N, out_1N, *(out_1N,) * 3, *(None,) * 7, 1, size_n, size_k, 1, None, 0.0,
         EVEN=size_k % block_k == 0 and size_n % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=0, HAS_BIAS=False,
-        GATED=False, RESIDUAL=False, DEFERRED_NORM=False, IS_QUANTIZED=False, QUANTIZES_ROWS=False,
-        GROUP_ROWS=group_rows if num_groups > 1 else 0, BLOCK_J=1, BLOCK_P=1, PLAIN=is_interpreted(),
+        GATED=False, RESIDUAL=False, DEFERRED_NORM=False, IS_QUANTIZED=False, QUANTIZES_ROWS=False, OFFSET=0.0,
+        GROUP_ROWS=group_rows if num_groups > 1 else 0, BLOCK_J=1, BLOCK_P=1, SIDE_K=0, PLAIN=is_interpreted(),
         num_warps=num_warps, **pdl_flags(x_1X),
     )  # fmt: skip
     return out_1N
@@ -134,6 +162,7 @@ def _launch(
     gated: bool = False,
     stream: ResidualStream | None = None,
     amax: RowAmax | None = None,
+    side: SideProduct | None = None,
 ) -> int:
     """Launch the kernel for this many rows, and return its blocks of outputs.
 
@@ -153,11 +182,14 @@ def _launch(
     arguments = (
         x_MK, codes, y_MN if bias_N is None else bias_N, y_MN, y_MN if stream is None else stream.norm_weight_N,
         y_MN if stream is None else stream.scaled_MN, scratch.squares, scratch.partials, scratch.arrived, *quantized,
-        num_rows, size_n, size_k,
+        *((None,) * 3 if side is None else (*side, len(side.weight_PK))), num_rows, size_n, size_k,
     )  # fmt: skip
+    if side is not None:
+        _check_side(side, x_MK, rows)
     flags = {
         "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": residual, "DEFERRED_NORM": rows is not None,
         "IS_QUANTIZED": codes is not weight, "QUANTIZES_ROWS": quantizes_rows,
+        "OFFSET": 0.0 if stream is None else stream.offset,
         "BLOCK_J": next_power_of_two(num_squares), "BLOCK_P": next_power_of_two(num_amax or 1), "PLAIN": is_interpreted(),
         **pdl_flags(x_MK),
     }  # fmt: skip
@@ -169,15 +201,18 @@ def _launch(
         block_n, block_k, depth, num_warps = blocks
         num_blocks = -(-size_n // block_n)
         is_even = codes is weight and size_k % block_k == 0 and size_n % block_n == 0
-        gemv_kernel[(num_blocks,)](
+        num_side = 0 if side is None else -(-len(side.weight_PK) // SIDE_OUTPUTS)
+        gemv_kernel[(num_side + num_blocks,)](
             *arguments, num_squares, num_amax, eps,
-            EVEN=is_even, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, GROUP_ROWS=0, num_warps=num_warps, **flags,
+            EVEN=is_even, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, GROUP_ROWS=0,
+            SIDE_K=SIDE_COLUMNS_PER_WARP * num_warps, num_warps=num_warps, **flags,
         )  # fmt: skip
         return num_blocks
     block_k = BLOCK_K if codes is weight else QUANTIZED_BLOCK_K
     splits = 1 if gated else num_k_splits(size_n, size_k, block_k)
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
-    _small_batch_kernel[(num_blocks, splits)](
+    num_side = 0 if side is None else -(-len(side.weight_PK) // SMALL_BATCH_BLOCK_N)
+    _small_batch_kernel[(num_side + num_blocks, splits)](
         *arguments, size_k // splits, num_squares, num_amax, eps,
         EVEN_K=size_k % block_k == 0, NUM_SPLITS=splits, BLOCK_M=FUSED_DECODE_ROWS, BLOCK_N=SMALL_BATCH_BLOCK_N,
         BLOCK_K=block_k, NUM_STAGES=5 if codes is weight and not gated else 4, num_warps=4, **flags,
@@ -185,17 +220,65 @@ def _launch(
     return num_blocks
 
 
+def _check_side(side: SideProduct, x_MK: Tensor, rows: NormedRows | None) -> None:
+    (num_rows, size_k), num_outputs = x_MK.shape, len(side.weight_PK)
+    assert rows is not None, "a side product has a deferred norm"
+    assert side.weight_PK.shape == (num_outputs, size_k), f"{side.weight_PK.shape=} {x_MK.shape=}"
+    assert side.out_MP.shape == (num_rows, num_outputs), f"{side.out_MP.shape=} {side.weight_PK.shape=}"
+    check_dense(*side)
+
+
+@jit
+def _side_rows(
+    p_x, p_side, p_side_out, p_squares, i_p, num_rows, side_n, size_k, num_squares, eps,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_J: constexpr,
+):  # fmt: skip
+    """Compute a block of a side product's outputs, of all rows."""
+    o_p = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, SIDE_K)
+    m_p = o_p < side_n
+    m_m = o_m < num_rows
+    p_w = p_side + o_p[:, None].to(tl.int64) * size_k + o_k[None, :]
+    p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + o_k[:, None]
+    b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in tl.range(0, size_k, SIDE_K, num_stages=SIDE_STAGES):
+        m_k = k + o_k < size_k
+        b_w = tl.load(p_w + k, mask=m_p[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
+        b_x = tl.load(p_rows + k, mask=m_m[None, :] & m_k[:, None], other=0.0)
+        b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
+    o_j = tl.arange(0, BLOCK_J)
+    m_j = m_m[:, None] & (o_j < num_squares)[None, :]
+    b_squares = tl.load(p_squares + o_m[:, None] * num_squares + o_j[None, :], mask=m_j, other=0.0)
+    b_y *= tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)[None, :]
+    tl.store(p_side_out + o_m[None, :] * side_n + o_p[:, None], b_y, mask=m_p[:, None] & m_m[None, :])
+
+
 @jit_counting("num_rows")
 def _small_batch_kernel(
     p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
-    p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, split_k, num_squares, num_amax, eps,
+    p_scales, p_amax, p_new_amax, p_gate_amax, p_side, p_side_out, side_n, num_rows, size_n, size_k, split_k,
+    num_squares, num_amax, eps,
     EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
     NUM_STAGES: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr, DEFERRED_NORM: constexpr,
-    IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr,
-    PDL: constexpr,
+    IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr, OFFSET: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
+    if p_side is not None:
+        num_side = tl.cdiv(side_n, BLOCK_N)
+        if i_n < num_side:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            if i_split == 0:
+                _side_rows(
+                    p_x, p_side, p_side_out, p_squares, i_n, num_rows, side_n, size_k, num_squares, eps, BLOCK_M,
+                    BLOCK_N, BLOCK_J,
+                )  # fmt: skip
+            return
+        i_n -= num_side
+        p_arrived -= num_side  # counters of split-K go by program
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
@@ -277,7 +360,7 @@ def _small_batch_kernel(
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
         b_y, b_scaled = residual_epilogue_rows(
-            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m
+            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m, OFFSET
         )
         if IS_QUANTIZED:
             b_amax = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)

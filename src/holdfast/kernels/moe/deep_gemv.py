@@ -6,6 +6,8 @@ A small batch is bound by reading its experts once. A row is a few consecutive l
 precision over these loads, then in float32, as in kernels/gemm/gemv.py.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from holdfast.kernels.activation import gated_numbers
@@ -58,13 +60,28 @@ def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> GemvBlocks:
     return GemvBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
 
 
-def deep_gemv(product: ExpertProduct, operands: WeightOperands) -> Tensor:
+class SharedProduct(NamedTuple):
+    """Product of a single row by the shared expert's weight, beside those by the row's own experts."""
+
+    weight: Tensor
+    """Numbers or codes, of one expert's shape and type."""
+    scales: Tensor
+    """By row; any tensor stands in for them if the weight is plain."""
+    out_1N: Tensor
+
+
+def deep_gemv(product: ExpertProduct, operands: WeightOperands, shared: SharedProduct | None = None) -> Tensor:
     """Multiply each pair's row by its expert's weight, which `takes_deep_loads` accepts."""
     _, _, order, out_PN, gated, _, bias_EN, form = product
     (num_pairs, size_n), (num_rows, size_k) = out_PN.shape, operands.tensors[0].shape
     blocks = gemv_blocks(size_k, gated, operands.tensors[2].element_size())
-    _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs)](
-        *operands.tensors, out_PN if bias_EN is None else bias_EN, order.expert_ids_TS, out_PN, size_n, size_k,
+    if shared is not None:
+        assert num_rows == 1, f"a shared expert beside {num_rows} rows"
+        assert bias_EN is None, "a shared expert beside biases"
+        assert shared.out_1N.shape == (1, size_n), f"{shared.out_1N.shape=} {out_PN.shape=}"
+    _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs + (shared is not None))](
+        *operands.tensors, out_PN if bias_EN is None else bias_EN, order.expert_ids_TS, out_PN,
+        *((None,) * 3 if shared is None else shared), size_n, size_k,
         KIND=int(operands.kind), HAS_BIAS=bias_EN is not None, PAIRS_PER_ROW=num_pairs // num_rows,
         EVEN=size_k == blocks.block_k * blocks.depth, BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k,
         DEPTH=blocks.depth, PLAIN=is_interpreted(), num_warps=blocks.num_warps, **form.flags(gated),
@@ -147,7 +164,7 @@ def _added(b_w, b_x, b_factors, b_sums, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _deep_gemv_kernel(
-    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k,
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, p_shared, p_shared_scales, p_shared_out, size_n, size_k,
     KIND: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
     HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
     DEPTH: constexpr, PLAIN: constexpr, PDL: constexpr,
@@ -159,7 +176,18 @@ def _deep_gemv_kernel(
     m_n = o_n < size_n
     if PDL:
         tl.extra.cuda.gdc_wait()
-    expert = tl.load(p_ids + i_pair).to(tl.int64)
+    if p_shared is not None:
+        # The last pair is the row and the shared expert.
+        if i_pair == tl.num_programs(1) - 1:
+            p_weight = p_shared
+            p_scales = p_shared_scales
+            p_out = p_shared_out - i_pair * size_n
+            expert = tl.cast(0, tl.int64)
+        else:
+            expert = tl.load(p_ids + i_pair).to(tl.int64)
+        i_row = 0
+    else:
+        expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # its expert is on another rank
     # Load the row once per output: every thread loads the columns that it multiplies, without shared memory.

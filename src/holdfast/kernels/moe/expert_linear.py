@@ -6,20 +6,30 @@ A small batch takes one GEMV per pair (kernels/moe/expert_gemv.py), a larger one
 that share an expert (kernels/moe/grouped_gemm.py). kernels/geometry.py chooses by the number of tokens.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from holdfast.kernels.activation import gate_up_product
 from holdfast.kernels.gemm import packed_mma
-from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
+from holdfast.kernels.gemm.linear import (
+    WIDENED_ELEMENTS,
+    dequantize_rows,
+    plain_linear,
+    plain_linear_float32,
+    quantized_view,
+)
 from holdfast.kernels.gemm.packed_linear import packed_linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
+from holdfast.kernels.gemm.quantized_tiles import operands_of
+from holdfast.kernels.moe.deep_gemv import SharedProduct, deep_gemv, takes_deep_loads
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
 from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from holdfast.kernels.operation import operation
 from holdfast.kernels.packed_kernels import has_tiles
-from holdfast.quant.packed_weight import PackedWeight
+from holdfast.quant.packed_weight import AnyWeight, PackedWeight
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
@@ -102,6 +112,52 @@ expert_linear = operation(
     reference=expert_linear_reference,
     triton=expert_linear_triton,
     place=lambda product, is_coded=False: product.x_XK,
+)
+
+
+class SharedLinear(NamedTuple):
+    """The shared expert's product of a single row, beside those of the row's own experts."""
+
+    weight: AnyWeight
+    """[N, K]."""
+    out_1N: Tensor
+
+
+def stored_alike(weight: AnyWeight, experts: AnyWeight) -> bool:
+    """Return True if `weight` could be one of the experts, and deep GEMVs take it."""
+    if weight.shape != experts.shape[1:] or not takes_deep_loads(experts):
+        return False
+    if isinstance(weight, QuantizedWeight) and isinstance(experts, QuantizedWeight):
+        return takes_deep_loads(weight) and weight.scheme.code_dtype == experts.scheme.code_dtype
+    return isinstance(weight, Tensor) and isinstance(experts, Tensor) and weight.dtype == experts.dtype
+
+
+def expert_row_linear_reference(product: ExpertProduct, shared: SharedLinear, is_coded: bool = False) -> Tensor:
+    """Call `expert_linear` of one row, and multiply the row by the shared expert's weight, gated as the others are."""
+    expert_linear_reference(product, is_coded)
+    rows = _checked_buffers(product)
+    x_1K = product.x_XK.float() if rows is None else dequantize_rows(rows)
+    weight = shared.weight
+    assert not isinstance(weight, PackedWeight), "packed weights have products of their own"
+    weight_NK = dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.float()
+    y_1N = x_1K @ weight_NK.t()
+    shared.out_1N.copy_(gate_up_product(y_1N, product.form) if product.gated else y_1N)
+    return product.out_PN
+
+
+def expert_row_linear_triton(product: ExpertProduct, shared: SharedLinear, is_coded: bool = False) -> Tensor:
+    """Launch one GEMV per pair, and one for the shared expert, in one grid."""
+    buffers = _checked_buffers(product)
+    rows = buffers if buffers is None or is_coded else quantize_rows(product.x_XK, buffers)
+    operands, own = (operands_of(product.x_XK, weight, rows) for weight in (product.weight, shared.weight))
+    assert own.kind == operands.kind, f"{own.kind=} {operands.kind=}"
+    return deep_gemv(product._replace(quantized=rows), operands, SharedProduct(*own.tensors[2:], shared.out_1N))
+
+
+expert_row_linear = operation(
+    reference=expert_row_linear_reference,
+    triton=expert_row_linear_triton,
+    place=lambda product, shared, is_coded=False: product.x_XK,
 )
 
 

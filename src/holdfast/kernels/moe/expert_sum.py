@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm_reference
+from holdfast.kernels.norm import load_norm_weight
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl
 
@@ -147,7 +148,7 @@ def add_experts_reference(outputs: ExpertOutputs, stream: ResidualStream) -> Nor
 
 def add_experts_triton(outputs: ExpertOutputs, stream: ResidualStream) -> NormedRows:
     """Launch one program for some columns of a token; each stores a sum of squares."""
-    x_TH, norm_weight_H, eps, scaled_TH, scratch = stream
+    x_TH, norm_weight_H, eps, scaled_TH, scratch, offset = stream
     routed_PH, shares_TS, shared_TH, shared_logit_T1 = _checked(outputs, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     num_blocks = -(-size // SMALL_BATCH_COLUMNS)
@@ -156,7 +157,7 @@ def add_experts_triton(outputs: ExpertOutputs, stream: ResidualStream) -> Normed
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS, x_TH, norm_weight_H, scaled_TH, scratch.squares,
         scratch.squares if scratch.amax is None else scratch.amax.normed, size,
         TOP_K=top_k, HAS_SHARED=shared_TH is not None, HAS_GATE=shared_logit_T1 is not None,
-        HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, num_warps=1, **pdl_flags(routed_PH),
+        HAS_AMAX=scratch.amax is not None, OFFSET=offset, BLOCK=SMALL_BATCH_COLUMNS, num_warps=1, **pdl_flags(routed_PH),
     )  # fmt: skip
     return NormedRows(scaled_TH, num_blocks, eps)
 
@@ -169,13 +170,14 @@ add_experts = operation(
 @jit
 def _add_kernel(
     p_routed, p_shares, p_shared, p_logit, p_x, p_norm_weight, p_scaled, p_squares, p_amax, size,
-    TOP_K: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr, PDL: constexpr,
+    TOP_K: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, HAS_AMAX: constexpr, OFFSET: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     o_h = i_h * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
-    b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+    b_norm = load_norm_weight(p_norm_weight, o_h, m_h, OFFSET)
     release_then_wait(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_shares, size, i_row, o_h, m_h, TOP_K, False, HAS_SHARED, HAS_GATE

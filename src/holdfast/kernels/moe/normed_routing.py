@@ -4,8 +4,10 @@ T tokens, S experts of a token, E experts, K columns, J blocks of K
 
 One token takes one launch: each program computes some experts' logits, and the last to finish chooses. More tokens take a
 product and a launch with one program per token. Other programs of these launches finish the norm: as e4m3 codes if the
-experts' weights are e4m3 with scales by row, else in the model's type.
+experts' weights are e4m3 with scales by row, else in the model's type. One more computes the logit of a shared expert's gate.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,14 @@ COLUMNS_PER_WARP = 2048
 """Columns per warp. Many, so few warps: the choice is a chain of maxima, which need no barrier within one warp."""
 
 
+class SharedGate(NamedTuple):
+    """Gate of the shared expert: one more logit of each row, which takes no part in the choice."""
+
+    weight_1K: Tensor
+    logit_T1: Tensor
+    """float32, written."""
+
+
 def route_normed_reference(
     rows: NormedRows,
     router_EK: Tensor,
@@ -47,6 +57,7 @@ def route_normed_reference(
     shares_TS: Tensor,
     finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
+    gate: SharedGate | None = None,
 ) -> None:
     """Choose experts and shares of each row by plain routing (`Routing.is_plain`), and finish the norm of the rows.
 
@@ -59,6 +70,8 @@ def route_normed_reference(
     rms_T1 = (squares_TJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
     logits_TE.copy_(scaled_TK @ router_EK.float().t() * rms_T1)
     route_tokens_reference(logits_TE, Routing(normalize), expert_ids_TS, shares_TS, bias_E)
+    if gate is not None:
+        gate.logit_T1.copy_(scaled_TK @ gate.weight_1K.float().t() * rms_T1)
     if isinstance(finished, Tensor):
         finished.copy_((scaled_TK * rms_T1).to(finished.dtype))
         return
@@ -80,9 +93,14 @@ def route_normed_triton(
     shares_TS: Tensor,
     finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
+    gate: SharedGate | None = None,
 ) -> None:
     (num_rows, size_k), (num_experts, top_k) = rows.scaled_MK.shape, (len(router_EK), expert_ids_TS.shape[1])
     _check(rows, router_EK, logits_TE, expert_ids_TS, shares_TS, finished)
+    if gate is not None:
+        check_dense(*gate)
+        shapes = gate.weight_1K.shape, gate.logit_T1.shape
+        assert shapes == ((1, size_k), (num_rows, 1)), f"a gate of {shapes} for rows of {size_k}"
     is_coded = not isinstance(finished, Tensor)
     assert not is_coded or scratch.amax is not None, "rows that become codes need amax"
     arguments = (
@@ -90,7 +108,7 @@ def route_normed_triton(
         kernel_codes(finished.codes_TK) if isinstance(finished, QuantizedRows) else finished,
         finished.scales_TB if isinstance(finished, QuantizedRows) else logits_TE,
         scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed, scratch.arrived,
-        num_experts, size_k, rows.num_squares, rows.eps,
+        *((None, None) if gate is None else gate), num_experts, size_k, rows.num_squares, rows.eps,
     )  # fmt: skip
     flags = {
         "HAS_BIAS": bias_E is not None, "NORMALIZE": normalize, "IS_CODED": is_coded, "TOP_K": top_k,
@@ -100,10 +118,11 @@ def route_normed_triton(
         "num_warps": max(1, next_power_of_two(size_k) // COLUMNS_PER_WARP),
     }  # fmt: skip
     if num_rows == 1:
-        _route_one_kernel[(-(-num_experts // ROUTER_BLOCK) + 1,)](*arguments, BLOCK_R=ROUTER_BLOCK, **flags)
+        num_programs = -(-num_experts // ROUTER_BLOCK) + 1 + (gate is not None)
+        _route_one_kernel[(num_programs,)](*arguments, BLOCK_R=ROUTER_BLOCK, **flags)
     else:
         normed_linear(rows, router_EK, None, False, logits_TE, scratch)
-        _route_rows_kernel[(num_rows, 2)](*arguments, **flags)
+        _route_rows_kernel[(num_rows, 2 + (gate is not None))](*arguments, **flags)
 
 
 route_normed = operation(reference=route_normed_reference, triton=route_normed_triton)
@@ -134,11 +153,11 @@ def _check(
 @jit
 def _route_one_kernel(
     p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
-    num_experts, size_k, num_squares, eps,
+    p_gate, p_gate_logit, num_experts, size_k, num_squares, eps,
     HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
     BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, BLOCK_R: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    # The first program finishes the row, the others compute logits.
+    # The first program finishes the row, the others compute logits: of experts, then of a gate.
     i_r = tl.program_id(0) - 1
     o_k = tl.arange(0, BLOCK_K)
     if i_r < 0:
@@ -147,6 +166,9 @@ def _route_one_kernel(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, 0, size_k, num_squares, eps, IS_CODED, BLOCK_K,
             BLOCK_J, PLAIN,
         )  # fmt: skip
+    elif p_gate is not None and i_r == tl.num_programs(0) - 2:
+        wait_then_release(PDL)
+        _store_gate_logit(p_scaled, p_gate, p_gate_logit, p_squares, 0, size_k, num_squares, eps, BLOCK_K, BLOCK_J)
     else:
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
         m_r = o_r < num_experts
@@ -160,7 +182,10 @@ def _route_one_kernel(
         tl.store(p_logits + o_r, b_y, mask=m_r)
         tl.debug_barrier()
         arrived = tl.atomic_add(p_arrived, 1, sem="acq_rel")
-        if arrived == tl.num_programs(0) - 2:
+        last = tl.num_programs(0) - 2
+        if p_gate is not None:
+            last -= 1
+        if arrived == last:
             tl.store(p_arrived, 0)
             o_e = tl.arange(0, BLOCK_E)
             m_e = o_e < num_experts
@@ -173,7 +198,7 @@ def _route_one_kernel(
 @jit
 def _route_rows_kernel(
     p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
-    num_experts, size_k, num_squares, eps,
+    p_gate, p_gate_logit, num_experts, size_k, num_squares, eps,
     HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
     BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -184,6 +209,8 @@ def _route_rows_kernel(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps, IS_CODED,
             BLOCK_K, BLOCK_J, PLAIN,
         )  # fmt: skip
+    elif p_gate is not None and tl.program_id(1) == 2:
+        _store_gate_logit(p_scaled, p_gate, p_gate_logit, p_squares, i_row, size_k, num_squares, eps, BLOCK_K, BLOCK_J)
     else:
         o_e = tl.arange(0, BLOCK_E)
         m_e = o_e < num_experts
@@ -200,6 +227,19 @@ def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
     o_j = tl.arange(0, BLOCK_J)
     b_squares = tl.load(p_squares + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
     return tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+
+
+@jit
+def _store_gate_logit(
+    p_scaled, p_gate, p_gate_logit, p_squares, i_row, size_k, num_squares, eps, BLOCK_K: constexpr, BLOCK_J: constexpr
+):
+    """Store the logit of a row's gate."""
+    o_k = tl.arange(0, BLOCK_K)
+    m_k = o_k < size_k
+    b_w = tl.load(p_gate + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_x = tl.load(p_scaled + i_row * size_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+    rms = _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J)
+    tl.store(p_gate_logit + i_row, tl.sum(b_w * b_x, axis=0) * rms)
 
 
 @jit

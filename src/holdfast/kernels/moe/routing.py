@@ -21,7 +21,7 @@ from holdfast.kernels.geometry import (
     CUT_PAIRS,
     LARGE_BATCH_PAIRS,
     expert_block_rows,
-    expert_order_form,
+    order_block_pairs,
     order_specs,
     sorts_pairs,
 )
@@ -374,6 +374,8 @@ def choose_experts(
     tl.store(p_shares + o_s, b_chosen, mask=m_s)
 
 
+CUT_COUNTS = 4096
+"""Counts of cuts that a program adds up at once."""
 PADDING = -1
 """As a pair: an unused row of a block. As an expert: an unused block, or an expert of another rank."""
 
@@ -512,23 +514,25 @@ def fill_order_reference(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int =
 
 
 def fill_order_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CUT_PAIRS) -> None:
-    """Launch one program per expert and cut of the pairs; if there are several cuts, count them first."""
-    num_pairs, num_experts = order.num_pairs, order.num_experts
-    num_cuts = max(1, len(counts_CE))
-    assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
-    form = expert_order_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)._replace(
-        block_rows=order.block_rows
+    """Launch one program per expert; if there are counts, count the pairs of cuts first, and sort each cut alone."""
+    num_pairs, num_experts, num_cuts = order.num_pairs, order.num_experts, len(counts_CE)
+    assert num_cuts in (0, -(-num_pairs // cut_pairs)), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
+    ids_TS, num_blocks = order.expert_ids_TS, len(order.block_experts_B)
+    outputs = order.pairs_BR, order.block_experts_B, num_pairs, num_experts
+    flags = {"BLOCK_E": next_power_of_two(num_experts), **pdl_flags(ids_TS)}
+    if num_cuts:
+        flags["CUT_PAIRS"] = cut_pairs
+        _count_kernel[(num_cuts,)](ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
+        _order_cuts_kernel[(num_cuts,)](
+            ids_TS, counts_CE, *outputs, num_cuts, num_blocks,
+            CUTS=max(1, CUT_COUNTS // flags["BLOCK_E"]), BLOCK_ROWS=order.block_rows, num_warps=8, **flags,
+        )  # fmt: skip
+        return
+    block_pairs = order_block_pairs(num_pairs)
+    assert block_pairs, f"{num_pairs} pairs, and no counts of cuts"
+    _order_kernel[(num_experts,)](
+        ids_TS, *outputs, num_blocks, BLOCK_P=block_pairs, BLOCK_ROWS=order.block_rows, num_warps=4, **flags
     )
-    block_e = next_power_of_two(num_experts)
-    flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, **pdl_flags(order.expert_ids_TS)}
-    if num_cuts > 1:
-        _count_kernel[(num_cuts,)](order.expert_ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
-    _order_kernel[(num_experts, num_cuts)](
-        order.expert_ids_TS, counts_CE, order.pairs_BR, order.block_experts_B, num_pairs, num_experts, num_cuts,
-        len(order.block_experts_B),
-        COUNTED=num_cuts > 1, BLOCK_C=form.block_cuts, BLOCK_P=form.block_pairs, BLOCK_ROWS=form.block_rows,
-        num_warps=4 if form.block_cuts * block_e <= 8192 else 8, **flags,
-    )  # fmt: skip
 
 
 fill_order = operation(
@@ -550,49 +554,78 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
     tl.store(p_counts + i_cut * num_experts + o_e, b_counts, mask=o_e < num_experts)
 
 
-@jit_counting("num_cuts", "num_blocks")
+@jit_counting("num_blocks")
 def _order_kernel(
-    p_ids, p_counts, p_pairs, p_block_experts, num_pairs, num_experts, num_cuts, num_blocks,
-    COUNTED: constexpr, BLOCK_C: constexpr, BLOCK_P: constexpr, BLOCK_ROWS: constexpr, BLOCK_E: constexpr,
-    CUT_PAIRS: constexpr, PDL: constexpr,
+    p_ids, p_pairs, p_block_experts, num_pairs, num_experts, num_blocks,
+    BLOCK_P: constexpr, BLOCK_ROWS: constexpr, BLOCK_E: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_expert = tl.program_id(0)
-    i_cut = tl.program_id(1)
     o_e = tl.arange(0, BLOCK_E)
     o_p = tl.arange(0, BLOCK_P)
     release_then_wait(PDL)
-    # Count the pairs of every expert, and those of this one in earlier cuts.
-    before = 0
-    if COUNTED:
-        o_c = tl.arange(0, BLOCK_C)
-        m_ce = (o_c < num_cuts)[:, None] & (o_e < num_experts)[None, :]
-        b_parts = tl.load(p_counts + o_c[:, None] * num_experts + o_e[None, :], mask=m_ce, other=0)
-        b_counts = tl.sum(b_parts, axis=0)
-        b_before = tl.sum(tl.where((o_c < i_cut)[:, None], b_parts, 0), axis=0)
-        before = tl.sum(tl.where(o_e == i_expert, b_before, 0), axis=0)
-    else:
-        b_counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
-        for p in range(0, num_pairs, BLOCK_P):
-            b_ids = tl.load(p_ids + p + o_p, mask=p + o_p < num_pairs, other=-1)
-            b_counts += tl.histogram(tl.maximum(b_ids, 0), BLOCK_E, mask=b_ids >= 0)
+    b_counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for p in range(0, num_pairs, BLOCK_P):
+        b_ids = tl.load(p_ids + p + o_p, mask=p + o_p < num_pairs, other=-1)
+        b_counts += tl.histogram(tl.maximum(b_ids, 0), BLOCK_E, mask=b_ids >= 0)
     b_blocks = (b_counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_block = tl.sum(tl.where(o_e < i_expert, b_blocks, 0), axis=0)
     count = tl.sum(tl.where(o_e == i_expert, b_counts, 0), axis=0)
     p_mine = p_pairs + first_block.to(tl.int64) * BLOCK_ROWS
-    end = min((i_cut + 1) * CUT_PAIRS, num_pairs)
-    for p in range(i_cut * CUT_PAIRS, end, BLOCK_P):
-        m_p = p + o_p < end
-        m_mine = m_p & (tl.load(p_ids + p + o_p, mask=m_p, other=-1) == i_expert)
+    before = 0
+    for p in range(0, num_pairs, BLOCK_P):
+        m_mine = tl.load(p_ids + p + o_p, mask=p + o_p < num_pairs, other=-1) == i_expert
         b_mine = m_mine.to(tl.int32)
         tl.store(p_mine + before + tl.cumsum(b_mine, axis=0) - 1, p + o_p, mask=m_mine)
         before += tl.sum(b_mine, axis=0)
-    if i_cut == 0:
-        o_r = tl.arange(0, BLOCK_ROWS)
-        mine = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
-        tl.store(p_mine + count + o_r, tl.full((BLOCK_ROWS,), -1, tl.int32), mask=count + o_r < mine * BLOCK_ROWS)
-        for b in range(0, mine, BLOCK_ROWS):
-            tl.store(p_block_experts + first_block + b + o_r, i_expert + 0 * o_r, mask=b + o_r < mine)
-        if i_expert == num_experts - 1:
-            for b in range(first_block + mine, num_blocks, BLOCK_ROWS):
-                m_b = b + o_r < num_blocks
-                tl.store(p_block_experts + b + o_r, tl.full((BLOCK_ROWS,), -1, tl.int32), mask=m_b)
+    _finish_expert(p_pairs, p_block_experts, i_expert, first_block, count, num_experts, num_blocks, BLOCK_ROWS)
+
+
+@jit_counting("num_cuts", "num_blocks")
+def _order_cuts_kernel(
+    p_ids, p_counts, p_pairs, p_block_experts, num_pairs, num_experts, num_cuts, num_blocks,
+    CUTS: constexpr, BLOCK_ROWS: constexpr, BLOCK_E: constexpr, CUT_PAIRS: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Sort the pairs of a cut by expert. Each then has a place: where its expert's run begins, and its rank there."""
+    i_cut = tl.program_id(0)
+    o_e = tl.arange(0, BLOCK_E)
+    o_c = tl.arange(0, CUTS)
+    o_p = tl.arange(0, CUT_PAIRS)
+    release_then_wait(PDL)
+    m_p = i_cut * CUT_PAIRS + o_p < num_pairs
+    b_ids = tl.load(p_ids + i_cut * CUT_PAIRS + o_p, mask=m_p, other=-1)
+    # Pairs without an expert come last. The place within the cut breaks ties, so the sort is stable.
+    b_keys = tl.sort(tl.where(b_ids >= 0, b_ids, num_experts) * CUT_PAIRS + o_p)
+    b_counts, b_before = tl.zeros((BLOCK_E,), tl.int32), tl.zeros((BLOCK_E,), tl.int32)
+    for c in range(0, num_cuts, CUTS):
+        m_ce = (c + o_c < num_cuts)[:, None] & (o_e < num_experts)[None, :]
+        b_parts = tl.load(p_counts + (c + o_c)[:, None] * num_experts + o_e[None, :], mask=m_ce, other=0)
+        b_counts += tl.sum(b_parts, axis=0)
+        b_before += tl.sum(tl.where((c + o_c < i_cut)[:, None], b_parts, 0), axis=0)
+    b_own = tl.load(p_counts + i_cut * num_experts + o_e, mask=o_e < num_experts, other=0)
+    b_blocks = (b_counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    b_first_block = tl.cumsum(b_blocks, axis=0) - b_blocks
+    b_start = b_first_block * BLOCK_ROWS + b_before - (tl.cumsum(b_own, axis=0) - b_own)
+    b_experts = b_keys // CUT_PAIRS
+    b_place = tl.gather(b_start, tl.minimum(b_experts, num_experts - 1), axis=0) + o_p
+    tl.store(p_pairs + b_place, i_cut * CUT_PAIRS + b_keys % CUT_PAIRS, mask=b_experts < num_experts)
+    for i_expert in range(i_cut, num_experts, num_cuts):
+        first_block = tl.sum(tl.where(o_e == i_expert, b_first_block, 0), axis=0)
+        count = tl.sum(tl.where(o_e == i_expert, b_counts, 0), axis=0)
+        _finish_expert(p_pairs, p_block_experts, i_expert, first_block, count, num_experts, num_blocks, BLOCK_ROWS)
+
+
+@jit
+def _finish_expert(
+    p_pairs, p_block_experts, i_expert, first_block, count, num_experts, num_blocks, BLOCK_ROWS: constexpr
+):  # fmt: skip
+    """Pad the last block of an expert and name its blocks; the last expert also names blocks without one."""
+    o_r = tl.arange(0, BLOCK_ROWS)
+    p_mine = p_pairs + first_block.to(tl.int64) * BLOCK_ROWS
+    mine = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tl.store(p_mine + count + o_r, tl.full((BLOCK_ROWS,), -1, tl.int32), mask=count + o_r < mine * BLOCK_ROWS)
+    for b in range(0, mine, BLOCK_ROWS):
+        tl.store(p_block_experts + first_block + b + o_r, i_expert + 0 * o_r, mask=b + o_r < mine)
+    if i_expert == num_experts - 1:
+        for b in range(first_block + mine, num_blocks, BLOCK_ROWS):
+            m_b = b + o_r < num_blocks
+            tl.store(p_block_experts + b + o_r, tl.full((BLOCK_ROWS,), -1, tl.int32), mask=m_b)

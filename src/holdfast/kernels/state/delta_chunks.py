@@ -26,14 +26,20 @@ from holdfast.kernels.state.delta_inputs import (
     normed_heads,
     write_strength,
 )
+from holdfast.kernels.state.scan_warpgroups import scan_in_warpgroups, takes_warpgroups
 from holdfast.kernels.state.state_geometry import BLOCK_ROWS, CHUNK_ROWS, COEFFICIENTS
 from holdfast.kernels.state.state_rows import StateRows, chunk_slot, chunk_slots
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
+
+# Kernels bind a name and read it under the same constexpr condition.
+# pyright: reportPossiblyUnboundVariable=false
 
 VALUES_PER_PROGRAM = 32
 """Fewest columns of a state that a program carries from chunk to chunk."""
 WAVE_PROGRAMS = 132
 """Programs that run at once on an H200: their shared memory allows one per SM."""
+SYSTEM_WARPS, INVERSE_WARPS = 4, 1
+SHARES_PRODUCTS = True
 SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
@@ -123,11 +129,20 @@ def delta_chunks_triton(
         "CHUNK": CHUNK_ROWS, "NUM_COEFFICIENTS": COEFFICIENTS, "BLOCK_K": max(16, next_power_of_two(key_dim)),
     }  # fmt: skip
     flags = pdl_flags(state_PHKV)
-    chunk_systems_kernel[(len(rows.chunks_M4), num_heads)](
-        q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, systems.view(scores.dtype), scores,
+    members = 1 if inputs.by_channel or not SHARES_PRODUCTS else inputs.group
+    chunk_systems_kernel[(len(rows.chunks_M4), num_heads // members)](
+        q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, scores,
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
-        EPS=NORM_EPS, BLOCK=BLOCK_ROWS, **sizes, num_warps=4, **flags,
+        EPS=NORM_EPS, BLOCK=BLOCK_ROWS, MEMBERS=members, **sizes, num_warps=SYSTEM_WARPS, **flags,
     )  # fmt: skip
+    chunk_inverse_kernel[(len(rows.chunks_M4), num_heads)](
+        b_TH, rows.chunks_M4, systems, systems.view(scores.dtype), b_TH.stride(0), NUM_HEADS=num_heads,
+        CHUNK=CHUNK_ROWS, BLOCK=BLOCK_ROWS, num_warps=INVERSE_WARPS, **flags,
+    )  # fmt: skip
+    if takes_warpgroups(inputs, state_PHKV):
+        inverses = systems.view(scores.dtype)
+        scan_in_warpgroups(inputs, rows, inverses, scores, coefficients, state_PHKV, out_THV)
+        return
     block_v = scan_values(num_heads, value_dim, scores.dtype, inputs.by_channel)
     chunk_scan_kernel[(-(-value_dim // block_v) * num_heads, len(rows.sequences_N4))](
         q_TGK, k_TGK, v_THV, rows.sequences_N4, systems.view(scores.dtype), scores, coefficients, decays, state_PHKV,
@@ -190,12 +205,13 @@ def dot_wider(b_x_high, b_x_low, b_y):
 
 @jit
 def chunk_systems_kernel(
-    p_q, p_k, p_a, p_b, p_log_rate, p_bias, p_chunks, p_systems, p_inverses, p_scores, p_coefficients, p_decays,
+    p_q, p_k, p_a, p_b, p_log_rate, p_bias, p_chunks, p_systems, p_scores, p_coefficients, p_decays,
     q_stride, k_stride, a_stride, b_stride, scale,
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, BY_CHANNEL: constexpr, CHUNK: constexpr,
-    NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, EPS: constexpr, BLOCK: constexpr, PDL: constexpr,
+    NUM_COEFFICIENTS: constexpr, BLOCK_K: constexpr, EPS: constexpr, BLOCK: constexpr, MEMBERS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
-    """Write the scores of a chunk, the inverse of its system times beta, and the coefficients of its rows.
+    """Write the system of a chunk, its scores, and the coefficients of its rows.
 
     Coefficients are, by row, those of the key that reads, of the query, of the key that writes, and in the last plane
     the decay of the whole chunk. With gates by channel, decays are left out of them: their sums are stored instead.
@@ -204,60 +220,63 @@ def chunk_systems_kernel(
     p_chunk = p_chunks + tl.program_id(0) * 4
     size = tl.load(p_chunk + 2)
     if size > 0:
-        i_head = tl.program_id(1)
         first = tl.load(p_chunk + 1)
-        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS + i_head
+        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS
         o_c = tl.arange(0, CHUNK)
         o_k = tl.arange(0, BLOCK_K)
         o_row = first.to(tl.int64) + o_c
         m_c = o_c < size
         m_tile = m_c[:, None] & (o_k < KEY_DIM)[None, :]
-        o_key = (i_head // GROUP * KEY_DIM + o_k)[None, :]
+        first_head = tl.program_id(1) * MEMBERS
+        o_key = (first_head // GROUP * KEY_DIM + o_k)[None, :]
         p_keys = p_k + o_key
         p_queries = p_q + o_key
         b_k = tl.load(p_keys + o_row[:, None] * k_stride, mask=m_tile, other=0.0)
         b_q = tl.load(p_queries + o_row[:, None] * q_stride, mask=m_tile, other=0.0)
         b_k_scale = row_scales(b_k, EPS)
         b_q_scale = row_scales(b_q, EPS) * scale
-        b_beta = tl.where(m_c, write_strength(tl.load(p_b + o_row * b_stride + i_head, mask=m_c, other=0.0)), 0.0)
-        b_rate = tl.exp(tl.load(p_log_rate + i_head))
-        p_system = p_systems + i_tile * CHUNK * CHUNK
-        p_score = p_scores + i_tile * CHUNK * CHUNK
-        p_coefficient = p_coefficients + i_tile * NUM_COEFFICIENTS * CHUNK + o_c
-        if BY_CHANNEL:
-            o_gate = (i_head * KEY_DIM + o_k)[None, :]
-            b_a = tl.load(p_a + o_row[:, None] * a_stride + o_gate, mask=m_tile, other=0.0)
-            b_bias = tl.load(p_bias + o_gate, mask=(o_k < KEY_DIM)[None, :], other=0.0)
-            b_sum = tl.cumsum(tl.where(m_tile, log_decay(b_a, b_bias, b_rate), 0.0), axis=0)
-            p_sums = p_decays + i_tile * CHUNK * KEY_DIM
-            tl.store(p_sums + o_c[:, None] * KEY_DIM + o_k[None, :], b_sum, mask=(o_k < KEY_DIM)[None, :])
-            tl.store(p_coefficient, b_k_scale)
-            tl.store(p_coefficient + CHUNK, b_q_scale)
-            tl.debug_barrier()  # rows of the sums are read by other threads
-            for start in range(0, CHUNK, BLOCK):
-                channel_block(
-                    p_keys, p_queries, p_sums, p_b + i_head, p_system, p_score, k_stride, q_stride, b_stride, scale,
-                    first, size, start, KEY_DIM, CHUNK, BLOCK_K, EPS, BLOCK,
-                )  # fmt: skip
-        else:
-            b_a = tl.load(p_a + o_row * a_stride + i_head, mask=m_c, other=0.0)
-            b_sum = tl.cumsum(tl.where(m_c, log_decay(b_a, tl.load(p_bias + i_head), b_rate), 0.0), axis=0)
-            last = tl.min(b_sum, axis=0)
-            o_i, o_j = o_c[:, None], o_c[None, :]
-            b_decay = tl.exp(tl.where(o_i >= o_j, b_sum[:, None] - b_sum[None, :], 0.0)) * b_k_scale[None, :]
+        o_i, o_j = o_c[:, None], o_c[None, :]
+        if not BY_CHANNEL:  # value heads of a key head share products
             b_k_rows = tl.trans(b_k)
-            b_system = dot_exact(b_k, b_k_rows) * (b_beta * b_k_scale)[:, None] * b_decay
-            tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0))
-            b_score = dot_exact(b_q, b_k_rows) * b_q_scale[:, None] * b_decay
-            tl.store(p_score + o_i * CHUNK + o_j, tl.where(o_i >= o_j, b_score, 0.0).to(p_scores.dtype.element_ty))
-            tl.store(p_coefficient, b_k_scale * tl.exp(b_sum))
-            tl.store(p_coefficient + CHUNK, b_q_scale * tl.exp(b_sum))
-            tl.store(p_coefficient + 2 * CHUNK, b_k_scale * tl.exp(last - b_sum))
-            tl.store(p_coefficient + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp(last))
-        tl.debug_barrier()  # blocks of the system are read by other threads
-        PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
-        p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK
-        invert_system(p_system, p_inverse, p_b + i_head, b_stride, first, size, CHUNK, BLOCK)
+            b_pairs = dot_exact(b_k, b_k_rows) * (b_k_scale[:, None] * b_k_scale[None, :])
+            b_scores = dot_exact(b_q, b_k_rows) * (b_q_scale[:, None] * b_k_scale[None, :])
+        for i_member in range(MEMBERS):
+            i_head = first_head + i_member
+            b_beta = tl.where(m_c, write_strength(tl.load(p_b + o_row * b_stride + i_head, mask=m_c, other=0.0)), 0.0)
+            b_rate = tl.exp(tl.load(p_log_rate + i_head))
+            p_system = p_systems + (i_tile + i_head) * CHUNK * CHUNK
+            p_score = p_scores + (i_tile + i_head) * CHUNK * CHUNK
+            p_coefficient = p_coefficients + (i_tile + i_head) * NUM_COEFFICIENTS * CHUNK + o_c
+            if BY_CHANNEL:
+                o_gate = (i_head * KEY_DIM + o_k)[None, :]
+                b_a = tl.load(p_a + o_row[:, None] * a_stride + o_gate, mask=m_tile, other=0.0)
+                b_bias = tl.load(p_bias + o_gate, mask=(o_k < KEY_DIM)[None, :], other=0.0)
+                b_sum = tl.cumsum(tl.where(m_tile, log_decay(b_a, b_bias, b_rate), 0.0), axis=0)
+                p_sums = p_decays + (i_tile + i_head) * CHUNK * KEY_DIM
+                tl.store(p_sums + o_c[:, None] * KEY_DIM + o_k[None, :], b_sum, mask=(o_k < KEY_DIM)[None, :])
+                tl.store(p_coefficient, b_k_scale)
+                tl.store(p_coefficient + CHUNK, b_q_scale)
+                tl.debug_barrier()  # rows of the sums are read by other threads
+                for start in range(0, CHUNK, BLOCK):
+                    channel_block(
+                        p_keys, p_queries, p_sums, p_b + i_head, p_system, p_score, k_stride, q_stride, b_stride,
+                        scale, first, size, start, KEY_DIM, CHUNK, BLOCK_K, EPS, BLOCK,
+                    )  # fmt: skip
+            else:
+                b_a = tl.load(p_a + o_row * a_stride + i_head, mask=m_c, other=0.0)
+                b_sum = tl.cumsum(tl.where(m_c, log_decay(b_a, tl.load(p_bias + i_head), b_rate), 0.0), axis=0)
+                last = tl.min(b_sum, axis=0)
+                b_decay = tl.exp(tl.where(o_i >= o_j, b_sum[:, None] - b_sum[None, :], 0.0))
+                b_system = b_pairs * b_beta[:, None] * b_decay
+                m_lower = o_i // BLOCK >= o_j // BLOCK  # other blocks are never read
+                tl.store(p_system + o_i * CHUNK + o_j, tl.where(o_i > o_j, b_system, 0.0), mask=m_lower)
+                b_score = tl.where(o_i >= o_j, b_scores * b_decay, 0.0)
+                tl.store(p_score + o_i * CHUNK + o_j, b_score.to(p_scores.dtype.element_ty))
+                b_since = tl.exp(b_sum)
+                tl.store(p_coefficient, b_k_scale * b_since)
+                tl.store(p_coefficient + CHUNK, b_q_scale * b_since)
+                tl.store(p_coefficient + 2 * CHUNK, b_k_scale * tl.exp(last - b_sum))
+                tl.store(p_coefficient + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + tl.exp(last))
 
 
 @jit
@@ -315,21 +334,41 @@ def channel_block(
 
 
 @jit
-def invert_system(p_system, p_inverse, p_b, b_stride, first, size, CHUNK: constexpr, BLOCK: constexpr):
-    """Store (I + A)^-1 with its columns times beta, in one plane of float32 or in halves.
+def chunk_inverse_kernel(
+    p_b, p_chunks, p_systems, p_inverses, b_stride,
+    NUM_HEADS: constexpr, CHUNK: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Replace a system A by (I + A)^-1 with its columns times beta, in one plane of float32 or in halves.
 
-    Diagonal blocks are inverted row by row, which stays exact for equal keys; powers of A would grow beyond float32.
+    One warp a system: no step waits for another warp. Diagonal blocks are solved column by column, which stays exact for
+    equal keys; powers of A would grow beyond float32.
     """
+    release_then_wait(PDL)
+    p_chunk = p_chunks + tl.program_id(0) * 4
+    size = tl.load(p_chunk + 2)
+    if size > 0:
+        i_head = tl.program_id(1)
+        first = tl.load(p_chunk + 1)
+        i_tile = chunk_slot(tl.load(p_chunk), first, CHUNK) * NUM_HEADS + i_head
+        PLANES: constexpr = 1 if p_inverses.dtype.element_ty == tl.float32 else 2
+        p_inverse = p_inverses + i_tile * PLANES * CHUNK * CHUNK
+        p_system = p_systems + i_tile * CHUNK * CHUNK
+        invert_system(p_system, p_inverse, p_b + i_head, b_stride, first, size, CHUNK, BLOCK)
+
+
+@jit
+def invert_system(p_system, p_inverse, p_b, b_stride, first, size, CHUNK: constexpr, BLOCK: constexpr):
+    """Store the inverse of a system, which it overwrites."""
     NUM_BLOCKS: constexpr = CHUNK // BLOCK
     tl.static_assert(NUM_BLOCKS == 4)
     o_n, o_i, o_j = tl.arange(0, NUM_BLOCKS), tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     o_diagonal = o_n[:, None, None] * (BLOCK * CHUNK + BLOCK) + o_i[None, :, None] * CHUNK + o_j[None, None, :]
     b_a = tl.load(p_system + o_diagonal)
     b_x = tl.where(o_i[None, :, None] == o_j[None, None, :], 1.0, 0.0) + tl.zeros_like(b_a)
-    for i in range(1, BLOCK):
-        m_row = o_i[None, :, None] == i
-        b_row = tl.sum(tl.where(m_row, b_a, 0.0), axis=1)
-        b_x = tl.where(m_row, b_x - tl.sum(b_row[:, :, None] * b_x, axis=1)[:, None, :], b_x)
+    for j in range(BLOCK - 1):
+        b_column = tl.sum(tl.where(o_j[None, None, :] == j, b_a, 0.0), axis=2)
+        b_row = tl.sum(tl.where(o_i[None, :, None] == j, b_x, 0.0), axis=1)
+        b_x = b_x - b_column[:, :, None] * b_row[:, None, :]
     b_00, b_11, b_22, b_33 = block_of(b_x, 0), block_of(b_x, 1), block_of(b_x, 2), block_of(b_x, 3)
     o_block = o_i[:, None] * CHUNK + o_j[None, :]
     b_a_10 = tl.load(p_system + BLOCK * CHUNK + o_block)
@@ -377,7 +416,7 @@ def block_of(b_x, NUMBER: constexpr):
 
 @jit
 def dot_small(b_x, b_y):
-    return tl.dot(b_x, b_y, input_precision="ieee")
+    return tl.dot(b_x, b_y, input_precision="tf32x3")
 
 
 @jit

@@ -13,6 +13,8 @@ MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
 """Taps of a causal convolution that kernels accept."""
 MAX_HEAD_DIM = 256
 """Most elements of a key or a value."""
+ACCEPTED = "accepted"
+"""Scratch for accepted draft tokens."""
 COEFFICIENTS = 4
 """Numbers for each row of a chunk (see `chunk_systems_kernel`)."""
 
@@ -38,6 +40,35 @@ def state_list_specs(max_rows: int, max_num_seqs: int) -> tuple[TensorSpec, ...]
     return (
         TensorSpec("state sequences", (max_num_seqs, 4), "int32"),
         TensorSpec("state chunks", (num_chunks(max_rows, max_num_seqs), 4), "int32"),
+    )
+
+
+def draft_ring(num_drafts: int) -> int:
+    """Return the gates that a slot keeps, by position modulo their number.
+
+    A step reads those of accepted draft tokens before its first row, and writes those of its own after it: up to
+    `num_drafts` each. So no program of a step reads what another one writes.
+    """
+    return 2 * num_drafts + 1
+
+
+def draft_specs(
+    num_layers: int,
+    max_num_seqs: int,
+    num_drafts: int,
+    num_channels: int,
+    gate_shape: tuple[int, ...],
+    dtype: str,
+) -> tuple[TensorSpec, ...]:
+    """Return what slots keep of draft tokens for the next step (see `KeptDrafts`), which a plan holds for life.
+
+    `gate_shape` is that of a row's decays: value heads, and elements of a key with gates by channel.
+    """
+    ring = num_layers, max_num_seqs, draft_ring(num_drafts)
+    return (
+        TensorSpec("draft inputs", (num_layers, max_num_seqs, num_drafts, num_channels), dtype),
+        TensorSpec("draft decays", (*ring, *gate_shape), "float32"),
+        TensorSpec("draft betas", (*ring, gate_shape[0]), "float32"),
     )
 
 

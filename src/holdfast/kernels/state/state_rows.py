@@ -5,6 +5,14 @@ T rows, N sequences, M chunks
 Rows of a sequence are adjacent, their positions consecutive. A sequence with one row takes the recurrent kernels, one
 with more rows the chunk kernels. Pieces of prompts start at multiples of CHUNK_ROWS, so results do not depend on cuts.
 A sequence that starts at position 0 starts from zeros: what its place held before is never read.
+
+Draft tokens follow the one row of their sequence. The lists do not count them, so chunk kernels skip them. The step
+writes the state after that one row, and keeps inputs of the draft tokens by slot. The sequence's next step applies the
+accepted ones first (kernels/state/kept_drafts.py):
+
+    step      rows              state read    applied first    state written    kept
+    s         t  d1 d2 d3       before t      -                after t          d1 d2 d3
+    s + 1     u  e1 e2          after t       d1 d2            after u          e1 e2         two were accepted
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +26,12 @@ from torch import Tensor
 from holdfast.kernels.state.state_geometry import CHUNK_ROWS
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
+DRAFT = -2
+"""Marks the row of a draft token in `StateRows.drafts_T`."""
+
 
 class Piece(NamedTuple):
-    """Rows of one sequence in a step; a row of `StateRows.sequences_N4`."""
+    """Rows of one sequence in a step, without draft tokens; a row of `StateRows.sequences_N4`."""
 
     row: int
     """Its first row."""
@@ -43,6 +54,9 @@ class StateRows:
     chunks_M4: Tensor | None = None
     """int32: sequence, first row, rows, number of the chunk in its piece, for sequences with several rows; unused
     entries have 0 rows. None: no sequence has several rows."""
+    drafts_T: Tensor | None = None
+    """int64: DRAFT for a draft token. For the first row of a sequence: the accepted draft tokens of its last step, which
+    its state lacks. None: no step has draft tokens."""
 
     def pieces(self) -> list[Piece]:
         """Return sequences that have rows. Waits for the device, so only references call it."""
@@ -58,6 +72,17 @@ class StateRows:
     def long_pieces(self) -> list[Piece]:
         """Return sequences with several rows."""
         return [piece for piece in self.pieces() if piece.num_rows > 1]
+
+    def draft_counts(self, pieces: list[Piece]) -> list[tuple[int, int]]:
+        """Return the accepted draft tokens that each sequence's state lacks, and its own. Waits for the device."""
+        assert self.drafts_T is not None, "no step has draft tokens"
+        marks, counts = self.drafts_T.tolist(), list[tuple[int, int]]()
+        for piece in pieces:
+            end = piece.row + 1
+            while end < len(marks) and marks[end] == DRAFT:
+                end += 1
+            counts.append((marks[piece.row], end - piece.row - 1))
+        return counts
 
     def clear_padding(self, out_TX: Tensor) -> None:
         """Zero the rows of padding."""
@@ -118,6 +143,16 @@ def single_row(p_places, p_positions, p_sequences, i_seq):
         i_place = tl.load(p_sequences + i_seq * 4 + 2).to(tl.int64)
         start = tl.load(p_sequences + i_seq * 4 + 3)
     return i_row, is_single, i_place, start
+
+
+@jit
+def draft_counts(p_drafts, i_row, num_rows, MAX_DRAFTS: constexpr, BLOCK_D: constexpr):
+    """Return the accepted draft tokens that the state of a row's sequence lacks, and the draft tokens after the row."""
+    o_d = tl.arange(0, BLOCK_D)
+    i_next = i_row + 1 + o_d
+    b_mark = tl.load(p_drafts + i_next, mask=(o_d < MAX_DRAFTS) & (i_next < num_rows), other=0)
+    num_drafts = tl.min(tl.where(b_mark == -2, MAX_DRAFTS, o_d), axis=0)  # DRAFT
+    return tl.load(p_drafts + i_row).to(tl.int32), num_drafts
 
 
 @jit

@@ -17,7 +17,13 @@ from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
 from holdfast.loading.execution.tied import check_tied
 from holdfast.loading.planning.moves import EMBEDDING, HEAD, Move, PlannedWeight, part_name
 from holdfast.loading.planning.plan import CPU_READERS, PINNED_CHUNKS, LoadPlan
-from holdfast.loading.sources.source import CheckedSource, ValueCheckedSource, WeightSource, WritingSource
+from holdfast.loading.sources.source import (
+    CheckedSource,
+    PackedWritingSource,
+    ValueCheckedSource,
+    WeightSource,
+    WritingSource,
+)
 from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
@@ -176,10 +182,13 @@ class _Load:
 
     def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
         places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
-        if isinstance(self._source, WritingSource):
-            return WriterFeed(self._source.writer(staging), self._moves, chunks, places)
+        tiles = None
         if self._device.type == "cpu":
             tiles = TilePlacer(self._source, self._plan.moves, self._tensors, staging["findings"])
+        if isinstance(self._source, WritingSource):
+            packed = self._source.packed_writer(staging) if isinstance(self._source, PackedWritingSource) else None
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places, packed, tiles)
+        if tiles is not None:
             return HostFeed(self._source, self._moves, chunks, places, self._num_readers, tiles)
         with _out_of_memory_as_error(self._plan, self._device, "the pinned host memory to load them through"):
             return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)

@@ -16,7 +16,14 @@ import torch
 from holdfast.loading.execution.place import ChunkViews, TilePlacer, chunk_views
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
 from holdfast.loading.planning.moves import Move
-from holdfast.loading.sources.source import PackableSource, RowRead, RowWriter, TogetherSource, WeightSource
+from holdfast.loading.sources.source import (
+    PackableSource,
+    PackedWriter,
+    RowRead,
+    RowWriter,
+    TogetherSource,
+    WeightSource,
+)
 
 SAMPLED_CHUNKS = 16
 """Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
@@ -139,9 +146,15 @@ class WriterFeed:
     """Chunks that the source writes on the device, in order, on one stream."""
 
     def __init__(
-        self, write: RowWriter, moves: Sequence[Move], chunks: Iterator[Chunk], places: list[torch.Tensor]
+        self,
+        write: RowWriter,
+        moves: Sequence[Move],
+        chunks: Iterator[Chunk],
+        places: list[torch.Tensor],
+        write_packed: PackedWriter | None = None,
+        tiles: TilePlacer | None = None,
     ) -> None:
-        self._write = write
+        self._write, self._write_packed, self._tiles = write, write_packed, tiles
         self._moves = moves
         self._chunks = chunks
         self._places = places
@@ -155,7 +168,17 @@ class WriterFeed:
             place = self._places[slot]
             for piece in chunk.pieces:
                 out, read = place.narrow(0, piece.offset, piece.num_bytes), piece.read
-                self._write(self._moves[piece.move].tensor, read.row_start, read.row_end, out, read.columns)
+                move = self._moves[piece.move]
+                if move.packed is None:
+                    self._write(move.tensor, read.row_start, read.row_end, out, read.columns)
+                    continue
+                if move.packed.row_group > 1:
+                    assert self._tiles is not None, f"{move.target} has no place for tiles"
+                    self._tiles.place(piece)
+                    continue
+                assert self._write_packed is not None, f"{move.tensor} cannot be written packed"
+                rows = read.row_start, read.row_end
+                self._write_packed(move.part.source_columns, move.packed, rows, out, read.columns)
             yield chunk, self._views[slot]
         if self._places[0].device.type == "cuda":
             torch.cuda.current_stream(self._places[0].device).synchronize()

@@ -24,6 +24,7 @@ from holdfast.loading.gguf.file import GGUFFile, read_floats
 from holdfast.models.blueprints.read import PLANNED_FAMILIES
 from holdfast.models.grouped_readers import FAMILIES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
+from holdfast.models.state_readers import DEFAULT_INTERVAL, FULL, LINEAR
 
 TABLES = json.loads(resources.files("holdfast").joinpath("data", "gguf_settings.json").read_text(encoding="utf-8"))
 ARCHITECTURES: Mapping[str, str] = TABLES["architectures"]
@@ -33,6 +34,8 @@ SHARED_ARCHITECTURES = ("qwen2moe",)
 """Architectures with a shared expert."""
 LATENT_ARCHITECTURES = ("deepseek2",)
 """Architectures with latent attention, whose first layers may have an MLP. GLM-4.7-Flash is converted to the same."""
+STATE_ARCHITECTURES: Mapping[str, bool] = {"qwen3next": True, "qwen35": False, "qwen35moe": True}
+"""Architectures with gated delta nets: True if they have experts."""
 SIGMOID_ARCHITECTURE = "DeepseekV3ForCausalLM"
 SOFTMAX, SIGMOID = 1, 2
 SCORE_BIAS = "exp_probs_b"
@@ -50,11 +53,33 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     hidden_size = own.required_count("embedding_length", MAX_WIDTH)
     num_heads = own.required_count("attention.head_count", MAX_HEADS)
     num_layers = own.required_count("block_count", MAX_LAYERS)
-    config: dict[str, object] = {
+    if arch in STATE_ARCHITECTURES:
+        return _state_config(file, own, arch, num_layers)
+    config = _common_config(file, own, arch, num_layers)
+    if arch in LATENT_ARCHITECTURES:
+        return config | _latent_config(file, own, num_layers, hidden_size)
+    head_dim = _head_dim(own, hidden_size, num_heads)
+    # Attention scores are divided by sqrt(scalar).
+    scalar = hidden_size / num_heads if arch == "gemma3" and num_layers == GEMMA3_27B_LAYERS else head_dim
+    _check_scale(own, scalar)
+    config |= {"head_dim": head_dim, "rope_scaling": _rope_scaling(file, own, head_dim)}
+    if arch == "gemma3":
+        return config | _gemma3_config(file, own, num_layers) | {"query_pre_attn_scalar": scalar}
+    experts = _expert_config(file, own, arch, num_layers, hidden_size) if arch in NORMALIZES else {}
+    return config | experts | _sliding_window(own, arch, num_layers)
+
+
+def _common_config(file: GGUFFile, own: Settings, arch: str, num_layers: int) -> dict[str, object]:
+    """Return the settings that every architecture has."""
+    hidden_size = own.required_count("embedding_length", MAX_WIDTH)
+    num_heads = own.required_count("attention.head_count", MAX_HEADS)
+    has_mlp = not STATE_ARCHITECTURES.get(arch) or "feed_forward_length" in own
+    width = {"intermediate_size": own.required_count("feed_forward_length", MAX_WIDTH)} if has_mlp else {}
+    return {
         "architectures": [ARCHITECTURES[arch]],
         "dtype": checkpoint_dtype(file),
         "hidden_size": hidden_size,
-        "intermediate_size": own.required_count("feed_forward_length", MAX_WIDTH),
+        **width,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": own.count("attention.head_count_kv", num_heads, MAX_HEADS),
@@ -64,19 +89,59 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": decimal(own.number("rope.freq_base", 10_000.0)),
     }
-    if arch in LATENT_ARCHITECTURES:
-        return config | _latent_config(file, own, num_layers, hidden_size)
-    head_dim = _head_dim(own, hidden_size, num_heads)
-    # Attention scores are divided by sqrt(scalar).
-    scalar = hidden_size / num_heads if arch == "gemma3" and num_layers == GEMMA3_27B_LAYERS else head_dim
+
+
+def _check_scale(own: Settings, scalar: float) -> None:
     scale = own.values.get("attention.scale", 0.0)
     if scale != 0 and not (isinstance(scale, float) and math.isclose(scale, scalar**-0.5, rel_tol=1e-6)):
         raise _unsupported(own, "attention.scale", f"Scores are divided by the square root of {scalar:g}")
-    config |= {"head_dim": head_dim, "rope_scaling": _rope_scaling(file, own, head_dim)}
-    if arch == "gemma3":
-        return config | _gemma3_config(file, own, num_layers) | {"query_pre_attn_scalar": scalar}
-    experts = _expert_config(file, own, arch, num_layers, hidden_size) if arch in NORMALIZES else {}
-    return config | experts | _sliding_window(own, arch, num_layers)
+
+
+def _state_config(file: GGUFFile, own: Settings, arch: str, num_blocks: int) -> dict[str, object]:
+    """Return the settings of a model with gated delta nets. Draft layers are among the blocks."""
+    hidden_size = own.required_count("embedding_length", MAX_WIDTH)
+    num_drafts = own.count("nextn_predict_layers", 0, num_blocks - 1, low=0)
+    num_layers = num_blocks - num_drafts
+    head_dim = own.required_count("attention.key_length", MAX_HEAD_DIM)
+    if own.count("attention.value_length", head_dim, MAX_HEAD_DIM) != head_dim:
+        raise _unsupported(own, "attention.value_length", f"Keys and values have {head_dim} elements alike")
+    rotary_dim = own.count("rope.dimension_count", head_dim, head_dim)
+    _check_scale(own, head_dim)
+    num_values = own.required_count("ssm.time_step_rank", MAX_HEADS)
+    inner_size = own.required_count("ssm.inner_size", MAX_WIDTH)
+    if inner_size % num_values:
+        raise own.refuse("ssm.inner_size", inner_size, f"a multiple of {own.section}ssm.time_step_rank = {num_values}")
+    config = _common_config(file, own, arch, num_layers) | {
+        "num_hidden_layers": num_layers,
+        "mtp_num_hidden_layers": num_drafts,
+        "head_dim": head_dim,
+        "rope_scaling": _rope_scaling(file, own, rotary_dim),
+        "partial_rotary_factor": rotary_dim / head_dim,
+        "layer_types": _state_layers(file, own, num_blocks)[:num_layers],
+        "linear_num_key_heads": own.required_count("ssm.group_count", MAX_HEADS),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": own.required_count("ssm.state_size", MAX_HEAD_DIM),
+        "linear_value_head_dim": inner_size // num_values,
+        "linear_conv_kernel_dim": own.required_count("ssm.conv_kernel", MAX_HEAD_DIM),
+    }
+    if not STATE_ARCHITECTURES[arch]:
+        return config
+    experts = _routing(file, own, range(num_layers), hidden_size, normalizes=True)
+    shared = own.required_count("expert_shared_feed_forward_length", MAX_EXPERT_WIDTH)
+    experts["num_experts"] = experts.pop("n_routed_experts")
+    return config | experts | {"shared_expert_intermediate_size": shared}
+
+
+def _state_layers(file: GGUFFile, own: Settings, num_blocks: int) -> list[str]:
+    """Return the kind of every block: as listed, else one of so many attends to tokens."""
+    key = "attention.recurrent_layers"
+    listed = file.metadata.get(f"{own.section}{key}")
+    if listed is None:
+        every = own.count("full_attention_interval", DEFAULT_INTERVAL, MAX_LAYERS)
+        return [LINEAR if (layer + 1) % every else FULL for layer in range(num_blocks)]
+    if not isinstance(listed, list | array) or len(listed) != num_blocks or any(one not in (0, 1) for one in listed):
+        raise own.refuse(key, own.values.get(key), f"true or false for each of {num_blocks} blocks")
+    return [LINEAR if one else FULL for one in listed]
 
 
 def _own_settings(file: GGUFFile) -> tuple[str, Settings]:
@@ -92,7 +157,7 @@ def _own_settings(file: GGUFFile) -> tuple[str, Settings]:
     prefix = f"{arch}."
     values = {key.removeprefix(prefix): value for key, value in settings.values.items() if key.startswith(prefix)}
     own = Settings(values, settings.file, prefix)
-    has_experts = arch in NORMALIZES or arch in LATENT_ARCHITECTURES
+    has_experts = arch in NORMALIZES or arch in LATENT_ARCHITECTURES or STATE_ARCHITECTURES.get(arch, False)
     experts = TABLES["neutral_with_experts" if has_experts else "neutral_without_experts"]
     for key, neutral in {**TABLES["neutral"], **experts}.items():
         if key in own and own.values[key] not in neutral and key not in TABLES["computed"].get(arch, ()):

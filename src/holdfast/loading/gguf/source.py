@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelFormatError
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
+from holdfast.loading.gguf.state_rows import RATES, VECTORS, StateRows
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
-from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, CheckpointNames
+from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, STATE_NAMES, CheckpointNames
 from holdfast.quant.packed_schemes import BLOCK_SCHEMES, PackedScheme, with_second
 from holdfast.quant.packed_tiles import TILE_ROWS
 
@@ -29,6 +30,12 @@ MODULES: Mapping[str, str] = {
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
 """A matrix of one row in Hugging Face's files, a vector in GGUF files."""
+CONVOLUTION = "ssm_conv1d"
+"""Stacked matrices of one row in Hugging Face's files, one matrix in GGUF files."""
+LAYER_TENSORS: Mapping[str, str] = {
+    name: tensor.format(state=STATE_NAMES) for name, tensor in TABLES["layer_tensors"].items()
+}
+"""Tensors of a layer that are no weight or bias of a module in either kind of file."""
 
 
 def layer_modules(names: CheckpointNames) -> dict[str, str]:
@@ -37,7 +44,8 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
     Stacked experts [E, N, K] use the layout by kind: one tensor each for gate, up and down of all experts.
     """
     modules = {
-        name: module.format(names=names, latent=LATENT_NAMES) for name, module in TABLES["layer_modules"].items()
+        name: module.format(names=names, latent=LATENT_NAMES, state=STATE_NAMES)
+        for name, module in TABLES["layer_modules"].items()
     }
     return {name: module for name, module in modules.items() if module}
 
@@ -53,6 +61,7 @@ STEP_ELEMENTS = 2**18
 DEQUANT_BYTES = 2 * 2**20
 """Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_OTHER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([\w.]+)", re.ASCII)
 _DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
 
@@ -67,6 +76,8 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
         return f"{MODULES[module]}.{kind}"
     if match := _DRAFT_TENSOR.fullmatch(name):  # one prefix for all that a draft layer holds
         return f"{LLAMA_NAMES.layer.format(match[1])}{match[2]}"
+    if (match := _OTHER_TENSOR.fullmatch(name)) and match[2] in LAYER_TENSORS:
+        return f"{LLAMA_NAMES.layer.format(match[1])}{LAYER_TENSORS[match[2]]}"
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
@@ -83,11 +94,14 @@ class GGUFSource:
         interleaved_head_dim: int | None,
         names: CheckpointNames = LLAMA_NAMES,
         unread: Sequence[str] = (),
+        states: StateRows | None = None,
     ) -> None:
         """An interleaved query or key head has Hugging Face's rows i and i + half as rows 2i and 2i+1.
 
-        `unread` are prefixes of tensors that the model skips.
+        `unread` are prefixes of tensors that the model skips. Without `states`, gated delta nets stay as in the file.
         """
+        if states is not None:
+            _refuse_coded_vectors(file)
         modules = layer_modules(names)
         self._unread = tuple(unread)
         self._data = GGUFData(file)
@@ -101,7 +115,7 @@ class GGUFSource:
             for name, tensor in file.tensors.items()
             if name not in beside
         }
-        self._head_dim = interleaved_head_dim
+        self._head_dim, self._states = interleaved_head_dim, states
         self._buffers = local()
         self.entries = {
             name: TensorEntry(
@@ -153,7 +167,9 @@ class GGUFSource:
         dtype = getattr(torch, entry.dtype)
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
         if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
-            self._data.read_into(tensor, row_start * num_columns * dtype.itemsize, out)
+            self._read_rows(tensor, (row_start, row_end), num_columns * dtype.itemsize, out)
+            if self._states is not None and RATES.fullmatch(tensor.name):
+                torch.frombuffer(out, dtype=dtype).neg_().log_()
             return
         values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
         step = max(1, STEP_ELEMENTS // num_columns)
@@ -317,8 +333,19 @@ class GGUFSource:
         raw: bytearray | None = getattr(self._buffers, "raw", None)
         if raw is None or len(raw) < num_bytes:
             raw = self._buffers.raw = bytearray(num_bytes)
-        self._data.read_into(tensor, first * tensor.type.block_bytes, memoryview(raw)[:num_bytes])
+        row_blocks = max(1, table_shape(tensor.shape)[1] // tensor.type.block_elements)
+        rows, row_bytes = (first // row_blocks, last // row_blocks), row_blocks * tensor.type.block_bytes
+        self._read_rows(tensor, rows, row_bytes, memoryview(raw)[:num_bytes])
         return torch.frombuffer(raw, dtype=torch.uint8, count=num_bytes)
+
+    def _read_rows(self, tensor: GGUFTensor, rows: tuple[int, int], row_bytes: int, out: memoryview) -> None:
+        """Read rows as stored; those of gated delta nets in the order of a checkpoint."""
+        if self._states is None:
+            self._data.read_into(tensor, rows[0] * row_bytes, out)
+            return
+        for run in self._states.runs(tensor.name, *rows):
+            place = (run.row - rows[0]) * row_bytes
+            self._data.read_into(tensor, run.file_row * row_bytes, out[place : place + run.num_rows * row_bytes])
 
     def _values(self, num_elements: int) -> torch.Tensor:
         """Return a buffer of float32 values; valid until this thread's next read."""
@@ -367,10 +394,19 @@ def _wrong_factors(file: GGUFFile, factors: GGUFTensor, found: str, expected: st
     return ModelFormatError("gguf.wrong_tensor", file=name, tensor=factors.name, found=found, expected=expected)
 
 
+def _refuse_coded_vectors(file: GGUFFile) -> None:
+    """Refuse rates and biases by head in blocks: a head would have no bytes of its own."""
+    for name, tensor in file.tensors.items():
+        if VECTORS.fullmatch(name) and tensor.type.name not in NATIVE_DTYPES:
+            raise _wrong_factors(file, tensor, f"is {tensor.type.name}", f"{', '.join(NATIVE_DTYPES)}")
+
+
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
     match = _LAYER_TENSOR.fullmatch(tensor.name)
     if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
         return replace(tensor, shape=(1, *tensor.shape))
+    if len(tensor.shape) == 2 and match is not None and match[2] == CONVOLUTION:
+        return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
     return tensor
 
 

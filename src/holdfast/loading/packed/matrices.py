@@ -254,19 +254,23 @@ def packed_bytes(matrix: PackedMatrix, entries: Mapping[str, TensorEntry]) -> in
 
 def scheme_of(matrix: PackedMatrix, entries: Mapping[str, TensorEntry]) -> PackedScheme:
     """Return the scheme; scales keep their type, and a scale for several rows is kept by row."""
-    layout, form, scale_dtype = matrix.layout, matrix.layout.format, entries[matrix.scales].dtype
     group = 0 if matrix.scale_columns == matrix.num_columns else matrix.scale_columns
+    scheme = layout_scheme(matrix.layout, group, entries[matrix.scales].dtype, has_zeros=bool(matrix.zeros))
+    if not is_ordered(matrix):
+        return scheme
+    return scheme.ordered(matrix.num_groups, entries[matrix.groups].dtype)
+
+
+def layout_scheme(layout: PackedLayout, group: int, scale_dtype: str, *, has_zeros: bool) -> PackedScheme:
+    """Return the scheme of a layout with scales of a type by group, without act-order; 0: by row."""
+    form = layout.format
     if form.numbers == "e2m1":
         return mxfp4_scheme(layout.title) if not form.second else nvfp4_scheme(layout.title, form.divides)
     if form.numbers == "e4m3":
         return fp8_scheme(layout.title, group, scale_dtype)
     is_signed = form.numbers == "signed"
-    zero_dtype = "" if not matrix.zeros or layout.zeros == "middle" else "int8" if is_signed else "uint8"
-    bits = 8 if is_signed else layout.bits
-    scheme = integer_scheme(layout.title, bits, group, scale_dtype, zero_dtype, is_signed)
-    if not is_ordered(matrix):
-        return scheme
-    return scheme.ordered(matrix.num_groups, entries[matrix.groups].dtype)
+    zero_dtype = "" if not has_zeros or layout.zeros == "middle" else "int8" if is_signed else "uint8"
+    return integer_scheme(layout.title, 8 if is_signed else layout.bits, group, scale_dtype, zero_dtype, is_signed)
 
 
 def is_ordered(matrix: PackedMatrix) -> bool:

@@ -18,6 +18,8 @@ Columns: TypeAlias = "tuple[int, int] | None"
 """The columns [first, last) of every row; None: all."""
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
 """write(name, row_start, row_end, out, columns): like `read_into`, into bytes on the device."""
+PackedWriter: TypeAlias = "Callable[[int, PackedScheme, tuple[int, int], torch.Tensor, tuple[int, int] | None], None]"
+"""write(num_columns, scheme, rows, out, columns): like `PackableSource.read_packed`, of any matrix with so many columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,15 @@ class WritingSource(Protocol):
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
         """Return a writer on the device of these tensors; it allocates no device memory."""
+        ...
+
+
+@runtime_checkable
+class PackedWritingSource(Protocol):
+    """Extra method of a `WritingSource` that makes packed rows, too."""
+
+    def packed_writer(self, tensors: Mapping[str, torch.Tensor]) -> PackedWriter:
+        """Return a writer on the device of these tensors, those of `writer_specs`."""
         ...
 
 

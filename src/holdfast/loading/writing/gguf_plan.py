@@ -5,7 +5,7 @@ data/gguf_mixes.json has a row for each target:
 file_type    its number in general.file_type
 type         type of matrices
 last         type of the head, or of an embedding that is the head as well
-better       type of attn_v and ffn_down in layers near both ends, and in every third layer between
+better       type of attn_v, attn_qkv and ffn_down in layers near both ends, and in every third layer between
 short        types that take the place of those whose blocks do not divide a row
 """
 
@@ -17,7 +17,16 @@ from math import prod
 from holdfast.errors import UnsupportedModelError
 from holdfast.loading.gguf.config import SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import TYPES, GGMLType, GGUFFile
-from holdfast.loading.gguf.source import FACTOR, INPUT_FACTOR, MODULES, SCALED_TYPE, SHARED_GATE, layer_modules
+from holdfast.loading.gguf.source import (
+    CONVOLUTION,
+    FACTOR,
+    INPUT_FACTOR,
+    LAYER_TENSORS,
+    MODULES,
+    SCALED_TYPE,
+    SHARED_GATE,
+    layer_modules,
+)
 from holdfast.loading.planning.moves import Choice
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.loading.writing.written import Plane, WritePlan, Written
@@ -28,8 +37,8 @@ from holdfast.models.spec import ModelSpec
 PLAIN, FALLBACK = "F32", "F16"
 """Types of tensors that are no matrices, and of matrices whose rows no block divides."""
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-BETTER_MODULES = ("attn_v", "ffn_down", "ffn_down_exps")
-PLAIN_MODULES: Mapping[str, str] = {"ffn_gate_inp": "a router", SHARED_GATE: "a router"}
+BETTER_MODULES = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
+PLAIN_MODULES: Mapping[str, str] = {"ffn_gate_inp": "a router", SHARED_GATE: "a router", CONVOLUTION: "a convolution"}
 VECTOR, SHORT = "a vector", "rows of"
 PERMUTED_MODULES = ("attn_q", "attn_k")
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)", re.ASCII)
@@ -176,15 +185,20 @@ def architecture_of(spec: ModelSpec) -> str:
 
 def _named_parts(fill: Choice, names: CheckpointNames) -> Iterator[tuple[str, Part]]:
     """Yield the parts of a parameter, each with the name of the tensor that it belongs to in a GGUF file."""
-    _, _, rest = fill.parameter.name.removeprefix("layers.").partition(".")
+    tensors = [part.tensor for part in fill.parts]
+    return zip(part_names(fill.parameter.name, tensors, names), fill.parts, strict=True)
+
+
+def part_names(parameter: str, tensors: Iterable[str], names: CheckpointNames) -> Iterator[str]:
+    """Yield the tensor of a GGUF file that holds each part of a parameter, given the parts' tensors in a checkpoint."""
+    _, _, rest = parameter.removeprefix("layers.").partition(".")
     halves = _EXPERT_HALVES.get(rest)
-    if halves is not None:
-        layer = fill.parameter.name.split(".")[1]
-        for place, part in enumerate(fill.parts):
-            yield f"blk.{layer}.{halves[place % len(halves)]}.weight", part
+    if halves is None:
+        yield from (gguf_name(tensor, names) for tensor in tensors)
         return
-    for part in fill.parts:
-        yield gguf_name(part.tensor, names), part
+    layer = parameter.split(".")[1]
+    for place, _ in enumerate(tensors):
+        yield f"blk.{layer}.{halves[place % len(halves)]}.weight"
 
 
 def gguf_name(tensor: str, names: CheckpointNames) -> str:
@@ -195,7 +209,12 @@ def gguf_name(tensor: str, names: CheckpointNames) -> str:
         return f"{ends[module]}.{kind}"
     start, _, end = names.layer.partition("{}")
     layer, _, rest = tensor.removeprefix(start).partition(end)
-    modules = {theirs: ours for ours, theirs in layer_modules(names).items()}
+    for ours, theirs in LAYER_TENSORS.items():
+        if rest == theirs:
+            return f"blk.{layer}.{ours}"
+    modules: dict[str, str] = {}
+    for ours, theirs in layer_modules(names).items():
+        modules.setdefault(theirs, ours)  # a norm before the MLP may have the name of one after attention
     if modules.get(rest) == SCORE_BIAS:
         return f"blk.{layer}.{SCORE_BIAS}.bias"
     module = rest.rpartition(".")[0]
