@@ -34,8 +34,8 @@ class StoredRows(NamedTuple):
     """The first wanted byte of each row: that of a block."""
     num_blocks: int
     head_dim: int = 0
-    """Of interleaved heads: the file stores rows i and i + half of a head as rows 2i and 2i + 1, and the first row here is
-    the first of a head. 0: rows have the order of the model."""
+    """Size of interleaved heads, which the file stores with rows i and i + half of a head as rows 2i and 2i + 1. The first row
+    here is then the first of a head. 0: rows have the order of the model."""
 
     def in_order(self, block_bytes: int) -> Tensor:
         """Return the wanted blocks as bytes [rows * blocks, bytes of a block]."""
