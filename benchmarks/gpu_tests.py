@@ -30,6 +30,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KEPT_KERNELS = ".triton-cache"
+LANE = "gpu or any_device"
+"""Tests of the lane. Those marked any_device run in a model of the GPU elsewhere."""
 PACKAGES = {
     "xdist": "tests run in one process, not in several",
     "hypothesis": "files that draw examples are skipped",
@@ -175,7 +177,7 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
 def collect(lane: Lane, folder: Path) -> tuple[dict[str, bool], dict[str, Found]]:
     """Return the tests of the lane, whether each runs alone, and the collection errors."""
     notes = folder / "collected"
-    status = lane.pytest(["-m", "gpu", "--collect-only", "-qq", "--no-summary"], notes)
+    status = lane.pytest(["-m", LANE, "--collect-only", "-qq", "--no-summary"], notes)
     found, failures = {}, {}
     for note in read_notes(notes):
         if "collected" in note:
@@ -183,7 +185,7 @@ def collect(lane: Lane, folder: Path) -> tuple[dict[str, bool], dict[str, Found]
         else:
             failures[note["id"]] = Found(note["outcome"], note["reason"])
     if not found and not failures:
-        sys.exit(f"error: pytest found no tests marked gpu and ended with {status}; see above")
+        sys.exit(f"error: pytest found no tests marked {LANE} and ended with {status}; see above")
     return found, failures
 
 
@@ -196,7 +198,7 @@ def run(lane: Lane, ids: Sequence[str], folder: Path, num_jobs: int) -> dict[str
         notes.unlink(missing_ok=True)
         files = list(dict.fromkeys(name.partition("::")[0] for name in left))
         spread = ["-n", str(num_jobs), "--dist", "worksteal", "--max-worker-restart", "1000"] if num_jobs > 1 else []
-        status = lane.pytest(["-m", "gpu", "-q", *spread, "--lane-ids", str(wanted), *files], notes)
+        status = lane.pytest(["-m", LANE, "-q", *spread, "--lane-ids", str(wanted), *files], notes)
         seen = results(read_notes(notes), left)
         if status is None:
             ended = {

@@ -16,7 +16,7 @@ PROMPTS = [[(7919 * place + place * place // 7) % 900 + 8 for place in range(len
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=1)
 LONGER = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT + NUM_DRAFTS, ignore_eos=True, logprobs=1)
 TOLERANCE = 0.1
-"""Of log-probabilities: steps of other sizes multiply by other kernels in bfloat16. A wrong state is off by more than 1."""
+"""Largest difference of log-probabilities: steps of other sizes multiply by other kernels in bfloat16. A wrong state is off by more than 1."""
 Answer = tuple[list[int], list[float]]
 
 

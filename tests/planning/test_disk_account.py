@@ -151,7 +151,7 @@ def test_plan_on_a_gpu_keeps_blocks_beside_a_lane_of_pieces(default):
     head, norms = padded(VOCAB * HIDDEN // 32 * 34), NUM_NORMS * padded(2 * HIDDEN)
     assert found.memory_bytes == matrices + head + norms
     plan = plan_runner(request)
-    piece_rows = 2**24 // HIDDEN
+    piece_rows = 2**24 // HIDDEN // 128 * 128
     lane = next(term for term in plan.memory.terms if term.owner == "workspace/packed")
     assert lane.num_bytes == 16384 + padded(2 * piece_rows * HIDDEN) <= 64 * 2**20 + 16384
     assert not plan.resolved.enforce_eager

@@ -22,7 +22,7 @@ from kernels.gemm_references import linear_add_reference
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import QUIET
 
-pytestmark = QUIET
+pytestmark = [QUIET, pytest.mark.any_device]
 
 SIZE, OFFSET = 96, 1.0
 Run = Callable[[ResidualStream, torch.device], object]

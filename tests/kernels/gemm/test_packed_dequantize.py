@@ -12,7 +12,7 @@ from kernels.gemm.test_packed_linear import SCHEMES, random_part
 from kernels.triton_cases import QUIET
 from red_zones import RedZones
 
-pytestmark = QUIET
+pytestmark = [QUIET, pytest.mark.any_device]
 NAMES = tuple(name for name, scheme in SCHEMES.items() if takes(scheme))
 
 

@@ -17,7 +17,7 @@ from kernels.gemm.test_packed_mma import e4m3, gated
 from kernels.gluon_tiles import modelled_tiles
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
-pytestmark = QUIET
+pytestmark = [QUIET, pytest.mark.any_device]
 MIXED = ("Q4_K", "plain", "Q2_K", "int4 in order", "Q6_K")
 """Tiles, a product of its own, pieces by the kernel and by the reference, and tiles again."""
 

@@ -19,6 +19,8 @@ from kernels.gemm.test_packed_linear import SCHEMES, random_part
 from kernels.gluon_tiles import modelled_tiles
 from red_zones import RedZones
 
+pytestmark = pytest.mark.any_device
+
 TILED: dict[str, PackedScheme] = {name: scheme for name, scheme in SCHEMES.items() if has_tiles(scheme, 256)}
 TILED |= {
     "int4 of 128": integer_scheme("int4", 4, 128, "bfloat16"),

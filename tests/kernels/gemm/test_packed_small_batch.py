@@ -22,6 +22,8 @@ from kernels.gluon_tiles import modelled_tiles
 from kernels.small_batch_cases import EPS, squares_of
 from red_zones import RedZones
 
+pytestmark = pytest.mark.any_device
+
 NAN = float("nan")
 BF16 = torch.bfloat16
 NAMES = ("Q4_K", "Q8_0")

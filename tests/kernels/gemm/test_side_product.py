@@ -12,7 +12,7 @@ from kernels.quantized_cases import widest_on
 from kernels.small_batch_cases import EPS, SmallBatchCase, quantized_case, run_normed, small_batch_case
 from kernels.triton_cases import QUIET
 
-pytestmark = QUIET
+pytestmark = [QUIET, pytest.mark.any_device]
 
 CPU = torch.device("cpu")
 SIZES = [(70, 1024, 6), (300, 320, 70), (130, 192, 2), (9, 200, 131)]

@@ -23,6 +23,8 @@ from kernels.gemm.test_packed_mma import e4m3, gated
 from kernels.gluon_tiles import modelled_tiles
 from red_zones import RedZones
 
+pytestmark = pytest.mark.any_device
+
 NAN = float("nan")
 
 

@@ -30,7 +30,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_po
 
 ROW_CHANNELS = 256
 """Channels per program of single rows."""
-TILE_ROWS, TILE_CHANNELS, TILE_WARPS = 32, 128, 4
+TILE_ROWS, TILE_CHANNELS = 32, 128
 """Rows and channels that a program of a chunk computes at once."""
 
 
@@ -161,8 +161,8 @@ def causal_conv_triton(
     assert rows.sequences_N4 is not None, "a step with chunks lists its sequences"
     _conv_chunk_kernel[(len(rows.chunks_M4), -(-num_channels // TILE_CHANNELS))](
         x_TC, rows.sequences_N4, rows.chunks_M4, weight_CW, bias_C, conv_PCW, out_TC, *strides,
-        NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_W=next_power_of_two(weight_CW.shape[1]),
-        BLOCK_C=TILE_CHANNELS, TILE=TILE_ROWS, CHUNK=CHUNK_ROWS, num_warps=TILE_WARPS, **flags,
+        NUM_CHANNELS=num_channels, WIDTH=weight_CW.shape[1], BLOCK_C=TILE_CHANNELS, TILE=TILE_ROWS,
+        CHUNK=CHUNK_ROWS, num_warps=4, **flags,
     )  # fmt: skip
 
 
@@ -249,8 +249,7 @@ def conv_input(
 @jit
 def _conv_chunk_kernel(
     p_x, p_sequences, p_chunks, p_weight, p_bias, p_conv, p_out, x_stride, out_stride, conv_stride,
-    NUM_CHANNELS: constexpr, WIDTH: constexpr, BLOCK_W: constexpr, BLOCK_C: constexpr, TILE: constexpr,
-    CHUNK: constexpr, PDL: constexpr,
+    NUM_CHANNELS: constexpr, WIDTH: constexpr, BLOCK_C: constexpr, TILE: constexpr, CHUNK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     release_then_wait(PDL)
     p_chunk = p_chunks + tl.program_id(0) * 4
@@ -266,10 +265,6 @@ def _conv_chunk_kernel(
         p_state = p_conv + i_place * conv_stride + o_c * (WIDTH - 1)
         p_piece = p_x + tl.load(p_sequences + i_seq * 4).to(tl.int64) * x_stride + o_c
         p_rows = p_out + tl.load(p_chunk + 1).to(tl.int64) * out_stride + o_c
-        # One wide load: taps of a channel lie side by side, so loads by tap would be two bytes each.
-        o_w = tl.arange(0, BLOCK_W)[None, :]
-        m_weight = m_c[:, None] & (o_w < WIDTH)
-        b_weights = tl.load(p_weight + o_c[:, None] * WIDTH + o_w, mask=m_weight, other=0.0).to(tl.float32)
         for first in range(0, size, TILE):
             o_row = first + tl.arange(0, TILE)
             m_tile = (o_row < size)[:, None] & m_c[None, :]
@@ -282,7 +277,7 @@ def _conv_chunk_kernel(
                     m_state = m_tile & (o_input < 0)[:, None] & has_before
                     b_before = tl.load(p_state[None, :] + (o_input + WIDTH - 1)[:, None], mask=m_state, other=0.0)
                     b_input = tl.where(m_own, b_input, b_before)
-                b_weight = tl.sum(tl.where(o_w == tap, b_weights, 0.0), axis=1)
+                b_weight = tl.load(p_weight + o_c * WIDTH + tap, mask=m_c, other=0.0).to(tl.float32)
                 b_y += b_input.to(tl.float32) * b_weight[None, :]
             p_tile = p_rows[None, :] + o_row[:, None].to(tl.int64) * out_stride
             store_silu(p_tile, b_y, p_bias, o_c[None, :], m_c[None, :], m_tile)
