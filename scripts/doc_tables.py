@@ -459,6 +459,13 @@ SECTIONS: Mapping[str, Columns] = {
         "FlashAttention-3": _value("values", "FA3"),
         "FlashAttention-3, pages": _value("values", "FA3, pages"),
     },
+    "gpu-packed": {
+        "": _value("measure"),
+        "packed, us": _value("values", "packed"),
+        "bfloat16": _value("values", "bfloat16"),
+        "fp8": _value("values", "fp8"),
+        "% of the read rate": _value("percent_of_read_rate"),
+    },
     "gpu-prefill-products": {
         "": _value("measure"),
         "us, in use and others": _times,

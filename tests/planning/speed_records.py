@@ -40,6 +40,7 @@ NOT_ENGINES: Mapping[str, str] = {
     "gpu-latent-attention": "attention alone",
     "gpu-near-attention": "attention alone",
     "gpu-prefill-attention": "attention alone",
+    "gpu-packed": "products alone",
     "gpu-prefill-products": "parts of layers",
     "gpu-quantized-attention": "attention alone",
     "gpu-sparse-attention": "attention alone",
