@@ -170,7 +170,7 @@ def test_drafts_across_preemption_before_every_step(cases, num_snapshots: int, m
             num_steps = count()
         number += 1
     assert_states(states, case)
-    assert llm.stats().num_preemptions >= number - 2 > 3
+    assert llm.stats().num_preemptions >= number - 2 >= 3
 
 
 def test_drafts_beside_snapshots_and_hits(cases) -> None:

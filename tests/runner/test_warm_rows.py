@@ -144,7 +144,7 @@ def test_rows_that_steps_are_padded_to_are_the_fewest():
 def test_order_experts_takes_specializations_of_step_form(monkeypatch):
     """Cuts of the pairs begin where a whole runner would be slow to run here."""
     forms: set[Form] = set()
-    for name in ("_count_kernel", "_order_kernel"):
+    for name in ("_count_kernel", "_order_kernel", "_order_cuts_kernel"):
         monkeypatch.setattr(routing, name, RecordedKernel(getattr(routing, name), forms))
     monkeypatch.setattr(operation, "can_run", lambda tensor: True)
     said = {}
