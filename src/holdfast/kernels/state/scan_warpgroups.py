@@ -21,8 +21,6 @@ from holdfast.kernels.state.state_geometry import CHUNK_ROWS, COEFFICIENTS
 from holdfast.kernels.state.state_rows import StateRows
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
-OUT_HALVES = 1
-"""Parts in which outputs are computed; 2 took 40 % longer on an H200."""
 VALUES = 64
 """Columns of a state per program: rows of a product of one warpgroup."""
 KEY_DIMS = (64, 128)
@@ -72,7 +70,7 @@ def scan_in_warpgroups(
         q_TGK, k_TGK, v_THV, rows.sequences_N4, inverses, scores, coefficients, state_PHKV, out_THV,
         q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), out_THV.stride(0), state_PHKV.stride(0),
         NUM_HEADS=num_heads, GROUP=num_heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, CHUNK=CHUNK_ROWS,
-        NUM_COEFFICIENTS=COEFFICIENTS, BLOCK_V=VALUES, OUT_HALVES=OUT_HALVES, num_warps=4, **pdl_flags(state_PHKV),
+        NUM_COEFFICIENTS=COEFFICIENTS, BLOCK_V=VALUES, num_warps=4, **pdl_flags(state_PHKV),
     )  # fmt: skip
 
 
@@ -81,7 +79,7 @@ def warpgroup_scan_kernel(
     p_q, p_k, p_v, p_sequences, p_inverses, p_scores, p_coefficients, p_state, p_out,
     q_stride, k_stride, v_stride, out_stride, state_stride,
     NUM_HEADS: constexpr, GROUP: constexpr, KEY_DIM: constexpr, VALUE_DIM: constexpr, CHUNK: constexpr,
-    NUM_COEFFICIENTS: constexpr, BLOCK_V: constexpr, OUT_HALVES: constexpr, PDL: constexpr,
+    NUM_COEFFICIENTS: constexpr, BLOCK_V: constexpr, PDL: constexpr,
 ):  # fmt: skip
     TYPE: constexpr = p_v.dtype.element_ty
     NUM_BLOCKS: constexpr = VALUE_DIM // BLOCK_V
@@ -141,11 +139,8 @@ def warpgroup_scan_kernel(
             read = hopper.warpgroup_mma(b_low, s_keys.permute((1, 0)), b_zeros, use_acc=False, is_async=True)
             read = hopper.warpgroup_mma(b_high, s_keys.permute((1, 0)), read, is_async=True)
             s_queries = s_q.index(slot).permute((1, 0))
-            if OUT_HALVES == 2:
-                out = hopper.warpgroup_mma(b_low, s_queries, b_zeros, use_acc=False, is_async=True)
-                out = hopper.warpgroup_mma(b_high, s_queries, out, is_async=True)
-            else:
-                out = hopper.warpgroup_mma(b_high, s_queries, b_zeros, use_acc=False, is_async=True)
+            # Outputs read the state in half precision: they are rounded to it themselves. Its other half took 40 % more time.
+            out = hopper.warpgroup_mma(b_high, s_queries, b_zeros, use_acc=False, is_async=True)
             # Copies begin after products, which they would delay.
             left_rows = num_rows - start
             if left_rows > CHUNK:
@@ -160,7 +155,7 @@ def warpgroup_scan_kernel(
             hopper.async_copy.commit_group()
             b_value = s_values.permute((1, 0)).load(square).to(gl.float32)
             b_factor = factors(s_factors, 0, square)
-            b_read = hopper.warpgroup_mma_wait(OUT_HALVES, deps=[read])
+            b_read = hopper.warpgroup_mma_wait(1, deps=[read])
             b_high, b_low = both_halves(b_value - b_read * b_factor, left, TYPE)
             s_inverse_low = s_low.index(slot).permute((1, 0))
             write = hopper.warpgroup_mma(b_high, s_inverse_low, b_zeros, use_acc=False, is_async=True)
