@@ -39,7 +39,6 @@ VALUES_PER_PROGRAM = 32
 WAVE_PROGRAMS = 132
 """Programs that run at once on an H200: their shared memory allows one per SM."""
 SYSTEM_WARPS, INVERSE_WARPS = 4, 1
-SHARES_PRODUCTS = True
 SCAN_STAGES = 2
 """Chunks whose inputs are in flight."""
 
@@ -129,7 +128,7 @@ def delta_chunks_triton(
         "CHUNK": CHUNK_ROWS, "NUM_COEFFICIENTS": COEFFICIENTS, "BLOCK_K": max(16, next_power_of_two(key_dim)),
     }  # fmt: skip
     flags = pdl_flags(state_PHKV)
-    members = 1 if inputs.by_channel or not SHARES_PRODUCTS else inputs.group
+    members = 1 if inputs.by_channel else inputs.group
     chunk_systems_kernel[(len(rows.chunks_M4), num_heads // members)](
         q_TGK, k_TGK, a_TH, b_TH, A_log_H, dt_bias_H, rows.chunks_M4, systems, scores,
         coefficients, decays, q_TGK.stride(0), k_TGK.stride(0), a_TH.stride(0), b_TH.stride(0), key_dim**-0.5,
